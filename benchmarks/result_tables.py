@@ -208,6 +208,28 @@ def data_speed(folder: Path) -> str:
     return table(("work", "CPU seconds", "wall-clock seconds", "`prepare` relative to it, CPU"), rows) + source(content)
 
 
+def data_audit(folder: Path) -> str:
+    content = read(folder / "data-audit.json")
+    audit, sets = content["results"]
+    rows = [
+        (
+            f"{name} of {audit['rows']:,} rows, recall and precision",
+            f"{audit[name]['recall']:.3f}, {audit[name]['precision']:.3f}",
+        )
+        for name in ("copies", "leaks")
+    ]
+    for name, text in (("first", ""), ("again", ", tokens cached")):
+        one = audit[name]
+        rows.append((f"CPU and wall-clock seconds{text}", f"{one['cpu_seconds']:.1f}, {one['wall_seconds']:.1f}"))
+    rows.append(
+        (
+            f"random data sets of {sets['sets']:,} with a copy of a held-out row among those trained on",
+            f"{sets['sets_with_a_leak']}",
+        )
+    )
+    return table(("`pronghorn data audit`, planted rows", ""), rows) + source(content)
+
+
 def chat_templates(folder: Path) -> str:
     content = read(folder / "chat-templates.json")
     results = ("exact", "refused", "refused without need", "wrong")
@@ -256,5 +278,6 @@ def fuzz(folder: Path) -> str:
 
 
 BLOCKS = {"kernels": kernels, "budgets": budgets, "context": context, "quality": quality, "pipeline": pipeline,
-          "moe-layer": moe_layer, "methods": methods, "data-speed": data_speed, "chat-templates": chat_templates,
+          "moe-layer": moe_layer, "methods": methods, "data-speed": data_speed, "data-audit": data_audit,
+          "chat-templates": chat_templates,
           "compile-matrix": compile_matrix, "fuzz": fuzz}  # fmt: skip

@@ -19,7 +19,8 @@ from pronghorn.cli import main
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, RecipeError
 from tables import table
 
-VERBS = ["demo", "new", "check", "data", "data show", "data stats", "train", "eval", "chat", "serve", "export", "runs"]
+VERBS = ["demo", "new", "check", "data", "data show", "data stats", "data audit", "train", "eval", "chat", "serve", "export",
+         "runs"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "numpy", "pyarrow", "rich", "pydantic", "datasets", "safetensors"}
 # Help -------------------------------------------------------------------------------------------------------------------
 

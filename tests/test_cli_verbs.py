@@ -124,6 +124,24 @@ def test_data_show_for_machines(place: Place, capsys: pytest.CaptureFixture[str]
     assert sum(token["loss"] for token in row["tokens"]) == row["loss_tokens"]
 
 
+def test_data_audit_writes_what_check_and_train_read(place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = chat_rows(30)
+    data = f"data.train={write_rows(tmp_path / 'a.jsonl', [*rows, *rows[:4]])}"
+    folder = tmp_path / "new" / "audit"
+    (facts,) = lines(capsys, "data", "audit", str(place.recipe), data, "-o", str(folder))
+    copies = facts["left_out"]["rows"]
+    assert copies >= 4
+    assert json.loads((folder / "audit.json").read_text()) == facts
+    assert sorted(file.name for file in folder.iterdir()) == ["audit.html", "audit.json", "select.json"]
+    (checked,) = lines(capsys, "check", str(place.recipe), data, f"data.select={folder / 'select.json'}")
+    assert (checked["documents"], checked["copies"]) == (34 - copies, 0)
+    text = shown(capsys, "data", "audit", str(place.recipe), data, "--output", str(folder), "--gpu", "h200")
+    assert f"data.select={folder / 'select.json'}" in text
+    assert "GPU seconds" in text
+    assert main(["data", "audit", str(place.recipe), data, "--output", str(place.recipe / "no")]) == 3
+    assert "choose another folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("row", ["31", "0"])
 def test_a_row_that_is_not_there(place: Place, capsys: pytest.CaptureFixture[str], row: str) -> None:
     assert main(["data", "show", str(place.recipe), f"--row={row}"]) == 2

@@ -11,7 +11,7 @@ from pronghorn.errors import Problems, PronghornError, RecipeError
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
 from pronghorn.recipe_keys import all_keys
-from pronghorn.recipe_parts import steps_between
+from pronghorn.recipe_parts import Share, steps_between
 from tables import table
 
 SMALLEST = "model: some/model\ndata: {train: a.jsonl}\n"
@@ -151,6 +151,13 @@ def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> N
     ((where, _, hint),) = told(SMALLEST + line)
     assert where == "r.yaml:3"
     assert fix in hint
+
+
+@table("value", ["[a]", "3", "{random: 1.5}", "{radnom: 0.5}"])
+def test_a_selection_is_a_file_or_a_share(value: str) -> None:
+    ((_, _, fix),) = told(SMALLEST, f"data.select={value}")
+    assert fix == "write a file of `pronghorn data audit`, or {random: 0.5}"
+    assert parse_recipe(SMALLEST, ["data.select.random=0.5"]).data.select == Share(random=0.5)
 
 
 def test_aliases_that_never_end_or_make_billions_are_refused_at_once() -> None:

@@ -94,6 +94,10 @@ class SpecialTokens(Section):
     unk_token: Name | None = None
 
 
+class Share(Section):
+    random: Annotated[float, Field(gt=0.0, lt=1.0)]  # of the rows, by train.seed
+
+
 class Data(Section):
     train: Sources  # files, folders or Hub datasets
     eval: str | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # a file, or the fraction of train to hold out
@@ -116,6 +120,8 @@ class Data(Section):
     duplicates: Literal["keep", "drop-exact", "drop-near"] = "keep"
     junk: Literal["keep", "drop"] = "keep"
     leaks: Literal["warn", "drop", "refuse"] = "warn"  # training rows that are copies, or near copies, of held-out rows
+    # training rows that are left out: those that a file of `pronghorn data audit` names, or all but a random share
+    select: Name | Share | None = None
     workers: NonNegativeInt = 2  # threads that build packed batches ahead of the step
 
 

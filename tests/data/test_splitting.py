@@ -94,6 +94,21 @@ def test_copies_go_to_one_side(tmp_path: Path, copied: Any) -> None:
     assert (len(lines(found.held)), found.remarks) == (40, ())
 
 
+def test_no_held_out_row_has_a_copy_among_the_others(tmp_path: Path) -> None:
+    """25 random data sets; `python -m benchmarks.data_audit` looks at 500."""
+    for seed in range(25):
+        random = np.random.default_rng(seed)
+        rows = different(int(random.integers(10, 50)), seed)
+        families = list(range(len(rows)))
+        for family in random.integers(0, len(rows), int(random.integers(1, len(rows)))).tolist():
+            families.append(family)
+            rows.append(changed(rows[family]) if random.random() < 0.5 else rows[family])
+        found = split(rows, tmp_path, float(random.choice([0.05, 0.1, 0.3])), seed)
+        train, held = ({families[line - 1] for line in lines(side)} for side in (found.train, found.held))
+        assert (seed, train & held) == (seed, set())
+        assert held
+
+
 def test_the_same_question_with_other_answers_is_not_a_copy(tmp_path: Path) -> None:
     rows = different(60, words=8)
     other = [

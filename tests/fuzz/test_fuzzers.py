@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import adapter_folders, cache_bits, data_files, preference_files, recipe_files, tool_configs
+from fuzz import adapter_folders, cache_bits, data_files, preference_files, recipe_files, selection_files, tool_configs
 from fuzz.outcomes import BAD, Tally, judged, mutated_bytes, mutated_value
 from pronghorn.errors import DataError, EnvironmentFault, HealthStop
 
 
 @pytest.mark.parametrize(("subject", "count"), [
     (cache_bits, 4), (data_files, 8), (preference_files, 6), (recipe_files, 10), (tool_configs, 20), (adapter_folders, 6),
+    (selection_files, 6),
 ], ids=lambda one: getattr(one, "__name__", None))  # fmt: skip
 def test_nothing_bad_comes_of_a_damaged_file(
     subject: object, count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 from watching import RecipeFor, Silent
 
-from pronghorn.data.encode.tokens import TokenRow, TokenTable
+from pronghorn.data.encode.tokens import TokenRow, TokenTable, load_tokenizer
+from pronghorn.data.prepare import prepare
+from pronghorn.data.read.selection import LeftOut, keys_of, selection_text
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
@@ -107,6 +110,28 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(
         for path, content in files.items():
             path.write_bytes(content)
         train(recipe, display=Silent())  # as it was, it goes on
+
+
+def test_a_run_does_not_go_on_with_another_selection(recipes: RecipeFor, one_layer_model: Path, tmp_path: Path) -> None:
+    """Not even with one that names the same rows. Its digest is in the manifest, the log and the report."""
+    rows = write_rows(tmp_path / "rows.jsonl", chat_rows(30))
+    file = tmp_path / "select.json"
+    recipe = recipes(data={"train": [str(rows)], "select": str(file)}, train=SHORT)
+    keys = keys_of(prepare(recipe.data.train, recipe.data, load_tokenizer(recipe.model, recipe.data)).rows)
+    file.write_text(selection_text([LeftOut(keys[at], "copy", "") for at in (2, 3)]))
+    display = Silent()
+    folder = train(recipe, display=display).folder
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert json.loads((folder / "checkpoint-1" / "manifest.json").read_text())["values"]["select"] == digest
+    started = next(event for event in display.events if event["event"] == "start")["data"]
+    assert started["documents"] == 28
+    assert started["select"] == {"file": str(file), "sha256": digest, "left_out": {"copy": 2}}
+    assert any(event["text"] == f"left out 2 rows: copy ({file})" for event in display.events if event["event"] == "notice")
+    assert digest in (folder / "report.html").read_text()
+    train(recipe, display=Silent())
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(CheckpointError, match="selection of rows changed since checkpoint-1"):
+        train(recipe, display=Silent())
 
 
 def test_other_settings_for_answers_are_told_and_no_reason_to_stop(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import evaluating, exporting, planning, run_script, serving, starting
+from pronghorn.cli import auditing, evaluating, exporting, planning, run_script, serving, starting
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -142,11 +142,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     planning.options(with_recipe(verb("plan", plan, "predict memory, speed, hours and cost of a run; needs no GPU")))
 
-    data = verbs.add_parser("data", help="inspect the data: show, stats", description="inspect the data")
+    data = verbs.add_parser("data", help="inspect the data: show, stats, audit", description="inspect the data")
     data_verbs = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
     one = with_recipe(verb("show", data_show, "show one row token by token, and which tokens carry loss", data_verbs))
     one.add_argument("--row", type=int, default=1, metavar="N", help="row number, from 1 (default: %(default)s)")
     with_recipe(verb("stats", data_stats, "show lengths, dropped rows with reasons, duplicates and packing", data_verbs))
+    auditing.options(with_recipe(verb("audit", data_audit, auditing.TEXT, data_verbs)))
 
     one = with_recipe(verb("train", train, "train; resumes automatically from the last checkpoint in the output folder"))
     one.add_argument("--fresh", action="store_true", help="start over; the old folder is renamed, not deleted")
@@ -253,6 +254,10 @@ def data_stats(arguments: argparse.Namespace) -> None:
             recipe.data, size, seed, tokenizer, progress=display.progress, wanted=wanted, answer=recipe.answer_tokens
         )
     say(arguments, stats.as_dict(), stats.table())
+
+
+def data_audit(arguments: argparse.Namespace) -> None:
+    auditing.audit(arguments, _recipe(arguments))
 
 
 def train(arguments: argparse.Namespace) -> None:

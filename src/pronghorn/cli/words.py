@@ -22,7 +22,7 @@ VERBS = {
     "server": "serve", "api": "serve", "merge":
     "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
     "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
-    "dataset": "data",
+    "dataset": "data", "audit": "data audit", "dedup": "data audit", "decontaminate": "data audit",
 }  # fmt: skip
 # Options of other tools: what to do instead.
 OPTIONS = {

@@ -137,15 +137,21 @@ def _look(table: TokenTable, progress: Progress) -> _Stored:
     return clean.copies_of(identities), reasons
 
 
-def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> _Stored:
-    """A group is a copy if all its answers are those of another, in the same roles; it is junk if its chosen answer is. All
-    its rows are named."""
+def identities_of_groups(pairs: PairRows, identities: bytearray) -> bytearray:
+    """Equal where all answers are, in the same roles."""
     starts = pairs.starts
-    rows = np.frombuffer(identities, np.uint8).reshape(-1, 16)
+    rows = np.frombuffer(identities, np.uint8).reshape(-1, clean.IDENTITY)
     of_group = bytearray()
     for start, stop in itertools.pairwise(starts.tolist()):
         roles = pairs.roles[start:stop].tobytes()
-        of_group += hashlib.blake2b(rows[start:stop].tobytes() + roles, digest_size=16).digest()
+        of_group += hashlib.blake2b(rows[start:stop].tobytes() + roles, digest_size=clean.IDENTITY).digest()
+    return of_group
+
+
+def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> _Stored:
+    """A group is a copy if all its answers are those of another, in the same roles; it is junk if its chosen answer is. All
+    its rows are named."""
+    starts, of_group = pairs.starts, identities_of_groups(pairs, identities)
     exact = {
         int(row): int(starts[first])
         for group, first in clean.copies_of(of_group).items()

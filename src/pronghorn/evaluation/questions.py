@@ -15,6 +15,7 @@ from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.tokens import TokenTable, loaded
 from pronghorn.data.preference.pair_rows import CHOSEN
 from pronghorn.data.prepare import example_of
+from pronghorn.data.read.clean import last_answer
 from pronghorn.data.read.formats import Example
 from pronghorn.errors import DataError
 from pronghorn.hf_types import Tokenizer
@@ -58,17 +59,11 @@ def held_out_questions(table: TokenTable, tokenizer: Tokenizer, count: int, *, s
     return [asked[i] for i in sorted(asked)]
 
 
-def _last_answer(example: Example) -> int | None:
-    if example.asks:
-        return example.prompt_messages
-    return next((i for i in range(len(example.messages) - 1, 0, -1) if example.messages[i].get("role") == "assistant"), None)
-
-
 def _question(example: Example) -> Example | None:
     """The example without its answer and what follows it."""
     if example.kind == "completion":
         return Example("completion", example.where, prompt=example.prompt)
-    last = _last_answer(example)
+    last = last_answer(example)
     if last is None:
         return None
     return Example("chat", example.where, messages=example.messages[:last], tools=example.tools)
@@ -78,7 +73,7 @@ def _expected(example: Example, table: TokenTable, i: int, tokenizer: Tokenizer)
     """What the turn says. Where it calls tools, that is what the template makes of it: the tokens that carry loss."""
     if example.kind == "completion":
         return example.completion
-    last = _last_answer(example)
+    last = last_answer(example)
     assert last is not None  # it is a question
     turn = example.messages[last]
     if not turn.get("tool_calls"):

@@ -42,16 +42,20 @@ PILLS = {"done": "good", "early stop": "good", "running": "soft", "empty": "soft
 
 def write_html(folder: Path) -> Path:
     """Writes folder/report.html in one go: a reader sees the old page or the new one, never half of one."""
-    page = render_page(read_log(folder), folder.name, read_answers(folder))
-    target, part = folder / FILE_NAME, folder / f".{FILE_NAME}.{os.getpid()}"
+    target = folder / FILE_NAME
+    write_text(target, render_page(read_log(folder), folder.name, read_answers(folder)))
+    return target
+
+
+def write_text(target: Path, text: str) -> None:
+    part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        part.write_text(page, encoding="utf-8", errors="replace")
+        part.write_text(text, encoding="utf-8", errors="replace")
         part.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-    return target
 
 
 def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Sequence[AnswerRow] = ()) -> str:
@@ -69,14 +73,19 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
         _sessions(run),
     ]  # fmt: skip
     running = f' data-updated="{run.last:.0f}"' if run.state == "running" and run.last is not None else ""
+    return page_of(title, body, f"Made by Pronghorn from run.jsonl, as of {number_format.moment(run.last)}.", running)
+
+
+def page_of(title: str, body: Sequence[str], footer: str, attributes: str = "") -> str:
+    """A page that needs nothing but a browser. `attributes`: of its body."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         # Whatever a model answered: the page loads nothing and sends nothing.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline';"
         "script-src 'unsafe-inline'\">"
-        f"<title>{escape(title)} · Pronghorn</title><style>{STYLE}</style></head><body{running}><main>"
-        f"{''.join(body)}<footer>Made by Pronghorn from run.jsonl, as of {number_format.moment(run.last)}.</footer>"
+        f"<title>{escape(title)} · Pronghorn</title><style>{STYLE}</style></head><body{attributes}><main>"
+        f"{''.join(body)}<footer>{escape(footer)}</footer>"
         f"</main><script>{SCRIPT}</script></body></html>\n"
     )
 

@@ -58,9 +58,13 @@ def data_section(start: dict[str, Any]) -> str:
     efficiency = _number(data.get("efficiency"))
     lengths = data.get("lengths") if isinstance(data.get("lengths"), dict) else {}
     unused = data.get("unused_columns")
+    chosen = data["select"] if isinstance(data.get("select"), dict) else {}
+    left_out = chosen["left_out"] if isinstance(chosen.get("left_out"), dict) else {}
     rows = [
         ("rows read", _count(data.get("read"))), ("format", str(data.get("format") or "")),
         *((f"dropped: {why}", _count(number)) for why, number in (dropped or {}).items()),
+        *((f"left out: {why}", _count(number)) for why, number in left_out.items()),
+        ("selection", " · SHA-256 ".join(str(part) for part in (chosen.get("file"), chosen.get("sha256")) if part)),
         ("truncated", _count(data.get("truncated")) if data.get("truncated") else ""),
         ("pieces of split rows", _count(data.get("split_into")) if data.get("split_into") else ""),
         ("trained on", f"{_count(data.get('documents'))} documents"),

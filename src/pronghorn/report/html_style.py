@@ -101,6 +101,8 @@ border-left:4px solid var(--train)}
 .advice b{font-weight:620}.advice span{color:var(--soft)}
 .said{white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto}
 .answers td{width:25%}.answers .said{font-size:14px}
+mark{background:none;color:inherit;box-shadow:inset 0 -2px var(--eval)}
+.pair{table-layout:fixed}.pair td{width:auto}.pair th{overflow-wrap:anywhere}
 .ok{color:var(--good);font-weight:700}.ko{color:var(--bad)}
 .mark{float:left;width:1.4em}
 .recipe{columns:3;column-gap:34px}
@@ -133,7 +135,7 @@ footer{margin-top:56px;color:var(--faint);font-size:12.5px}
 .card,.plot{padding:15px 14px}.card{overflow-x:auto}td,th{padding-right:9px}
 .tall .frame{grid-template-rows:240px 40px}.unit{height:240px}
 .tile{padding:12px 14px 10px}.tile dd{font-size:21px}
-.stages .bar{display:none}.stages .key{width:auto}
+.stages .bar{display:none}.stages .key{width:auto;white-space:normal}
 .answers thead{display:none}.answers td{display:block;width:auto;border:0;padding:4px 0}
 .answers td::before{content:attr(data-label);display:block;font-size:12px;color:var(--soft)}
 .answers tr{display:block;padding:12px 0;border-bottom:1px solid var(--line)}.answers tr:last-child{border:0}}

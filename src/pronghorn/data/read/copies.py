@@ -42,6 +42,7 @@ COPIES_VERSION = 2  # raise it when other rows are copies
 # A word, one sign of a script that writes no spaces, or one punctuation mark: `2+2` and `2*2` are different things.
 WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]")
 SHINGLE = 3  # words in a row; with 3, one changed word among 50 leaves a similarity of 0.89
+WIDEST = 13  # of all that are asked for
 # 20 bands of 6 values: a pair that is alike at 0.8 becomes a candidate with 99.8 %, one at 0.5 with 27 %, at 0.3 with 1 %.
 BANDS, BAND_ROWS = 20, 6
 SEED = 20  # of MinHash; fixed, so that the same data loses the same rows
@@ -54,7 +55,7 @@ PAIRS = 65_536  # compared in one call: 16 MB
 _P = BANDS * BAND_ROWS
 _chance = np.random.Generator(np.random.Philox(key=[SEED, 0]))
 _FACTORS = _chance.integers(0, 2**63, _P, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-_PLACES = _chance.integers(0, 2**63, max(SHINGLE, BAND_ROWS), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_PLACES = _chance.integers(0, 2**63, WIDEST, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,13 @@ class Side:
         """The table's rows that belong to these units."""
         return chosen[np.searchsorted(self.numbers, self.units)]
 
-    def texts(self) -> Iterator[list[str]]:
+    def examples(self) -> Iterator[list[Example]]:
         once = self.table.select(self.first)
         for start in range(0, len(self), BATCH):
-            examples = (Example.from_json(text, "") for text in once.examples_json(start, start + BATCH))
+            yield [Example.from_json(text, "") for text in once.examples_json(start, start + BATCH)]
+
+    def texts(self) -> Iterator[list[str]]:
+        for examples in self.examples():
             yield [compared_text(example, prompt=self.table.pairs is not None).lower() for example in examples]
 
 
@@ -170,14 +174,14 @@ class _Marks:
 
 def _marks(side: Side, progress: Progress, common: npt.NDArray[np.uint64] | None = None) -> _Marks:
     common = _shared_passages(side) if common is None else common
-    known = _Words()
+    known = WordHashes()
     keys, signs, some = bytearray(), [np.zeros((0, _P), np.uint16)], [np.zeros(0, np.bool_)]
     for number, texts in enumerate(side.texts()):
         progress("comparing rows", number * BATCH, len(side))
         words = [WORD.findall(text) for text in texts]
         for one in words:
             keys += hashlib.blake2b(" ".join(one).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        shingles = [_shingles(one, known) for one in words]
+        shingles = [shingles_of(one, known) for one in words]
         owners, hashes = np.repeat(np.arange(len(words)), [len(one) for one in shingles]), np.concatenate(shingles)
         counts = ~np.isin(hashes, common)
         some.append(np.bincount(owners[counts], minlength=len(words)) > 0)
@@ -191,15 +195,15 @@ def _shared_passages(side: Side) -> npt.NDArray[np.uint64]:
     numbers = np.unique(np.linspace(0, max(0, len(side) - 1), SAMPLED).astype(np.int64))
     sample = Side.of(side.table.select(side.first[numbers]))
     texts = {" ".join(WORD.findall(text)) for batch in sample.texts() for text in batch}
-    known = _Words()
-    found = [np.unique(_shingles(text.split(), known)) for text in texts]
+    known = WordHashes()
+    found = [np.unique(shingles_of(text.split(), known)) for text in texts]
     if len(found) < FEWEST:
         return np.zeros(0, np.uint64)
     hashes, counts = np.unique(np.concatenate(found), return_counts=True)
     return np.asarray(hashes[counts >= SHARED_BY * len(found)])
 
 
-class _Words(dict[str, int]):
+class WordHashes(dict[str, int]):
     """Each word's hash, made once."""
 
     def __missing__(self, word: str) -> int:
@@ -208,10 +212,10 @@ class _Words(dict[str, int]):
         return found
 
 
-def _shingles(words: list[str], known: _Words) -> npt.NDArray[np.uint64]:
-    """A hash of each three words in a row; of fewer words, of all."""
+def shingles_of(words: list[str], known: WordHashes, width: int = SHINGLE) -> npt.NDArray[np.uint64]:
+    """A hash of each so many words in a row; of fewer words, of all."""
     hashes = np.fromiter(map(known.__getitem__, words), np.uint64, len(words))
-    width = min(SHINGLE, len(words))
+    width = min(width, len(words))
     total = np.zeros(max(0, len(words) - width + 1) if width else 0, np.uint64)
     for place in range(width):
         total += hashes[place : place + len(total)] * _PLACES[place]

@@ -2,13 +2,14 @@
 
 A fraction of the rows is held out by families (copies.py): copies and near copies go to one side. Rows without copies are held
 out as they always were, the same for the same seed. A file of held-out rows is compared with the training rows; what stands in
-both is told, dropped from training or refused, as `data.leaks` says.
+both is told, dropped from training or refused, as `data.leaks` says. What `data.select` leaves out is taken from the training
+rows alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from pronghorn.data.preference.pair_choices import unit_of
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.read.copies import Families, Flags, Leaks, Longs, Side, families, leaks
 from pronghorn.data.read.reading import Name, Stage
+from pronghorn.data.read.selection import Selection, select
 from pronghorn.errors import DataError, RecipeError, counted
 from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe_parts import Data, Parts
@@ -31,23 +33,16 @@ class Apart:
     train: TokenTable
     held: TokenTable | None = None
     remarks: tuple[str, ...] = field(default=())
+    selection: Selection | None = None
 
 
 def read_apart(
     recipe: Parts, tokenizer: Tokenizer, progress: Progress, stage: Stage
 ) -> tuple[Prepared, Prepared | None, Apart]:
     """The rows of data.train, those of data.eval if that is a file, and what to train and to evaluate on."""
-    reads, capacity, answer = recipe.objective.kind.reads, recipe.train.capacity, recipe.answer_tokens
-
-    def read(names: Sequence[Name]) -> Prepared:
-        return prepare(
-            names, recipe.data, tokenizer, progress=progress, stage=stage, wanted=reads, capacity=capacity, answer=answer
-        )
-
-    prepared = read(recipe.data.train)
-    other = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
+    prepared, other = read_both(recipe, tokenizer, progress, stage)
     with stage("read"):
-        sides = apart(prepared, other, recipe.data, recipe.train.seed, progress)
+        sides = selected(apart(prepared, other, recipe.data, recipe.train.seed, progress), prepared, recipe, progress)
     if recipe.eval.stop and sides.held is None:
         raise RecipeError(
             what="eval.stop needs held-out data",
@@ -57,6 +52,26 @@ def read_apart(
     if not len(sides.train):
         raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
     return prepared, other, sides
+
+
+def read_both(recipe: Parts, tokenizer: Tokenizer, progress: Progress, stage: Stage) -> tuple[Prepared, Prepared | None]:
+    """The rows of data.train, and those of data.eval if that is a file."""
+    reads, capacity, answer = recipe.objective.kind.reads, recipe.train.capacity, recipe.answer_tokens
+
+    def read(names: Sequence[Name]) -> Prepared:
+        return prepare(
+            names, recipe.data, tokenizer, progress=progress, stage=stage, wanted=reads, capacity=capacity, answer=answer
+        )
+
+    return read(recipe.data.train), read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
+
+
+def selected(sides: Apart, prepared: Prepared, recipe: Parts, progress: Progress = silent) -> Apart:
+    """Without the training rows that `data.select` leaves out."""
+    if recipe.data.select is None:
+        return sides
+    found = select(sides.train, prepared.rows, recipe.data.select, recipe.train.seed, progress)
+    return replace(sides, train=found.train, remarks=(*sides.remarks, *found.remarks), selection=found)
 
 
 def apart(prepared: Prepared, held: Prepared | None, spec: Data, seed: int, progress: Progress = silent) -> Apart:

@@ -1,4 +1,5 @@
-"""What a resumed run must find as it left it: its training data, its held-out data, and the model below an adapter.
+"""What a resumed run must find as it left it: its training data and the file that selects from it, its held-out data, and the
+model below an adapter.
 
 The data's key is a digest over every token and every loss mark that the run sees, in order, so that the same rows from another
 place are the same, and one digit in one row is not. The held-out data has a key of its own: a loss on other rows cannot be
@@ -43,6 +44,9 @@ def data_key(table: TokenTable | None, pad_id: int) -> str:
 
 def require_same_data(then: dict[str, Any], now: dict[str, str], checkpoint: str, where: str) -> None:
     """`then`: a checkpoint's values."""
+    if then.get("select", "") != now.get("select", ""):
+        why = "its SHA-256 is another: other rows may be left out"
+        raise _changed("selection of rows", "data.select", checkpoint, where, why)
     if then["data"] != now["data"]:
         raise _changed("training data", "data.train", checkpoint, where, "its tokens or its loss mask differ")
     if then["held_out"] != now["held_out"]:

@@ -8,13 +8,14 @@ import numpy as np
 
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.prepare import Counts
+from pronghorn.data.read.selection import Selection
 from pronghorn.data.stats import length_bins
 
 MOST_SOURCES = 200  # named in the log: a folder can hold a hundred thousand files
 
 
-def data_facts(counts: Counts, train: TokenTable) -> dict[str, Any]:
-    """Plain values. `train`: the rows that are trained on, without those held out."""
+def data_facts(counts: Counts, train: TokenTable, selection: Selection | None) -> dict[str, Any]:
+    """Plain values. `train`: the rows that are trained on, without those held out or left out."""
     lengths = train.lengths
     low, median, p95, high = (int(x) for x in np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest"))
     dropped = {
@@ -23,6 +24,7 @@ def data_facts(counts: Counts, train: TokenTable) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "read": counts.read, "format": counts.format, "dropped": {why: number for why, number in dropped.items() if number},
+        **({"select": selection.as_dict()} if selection else {}),
         "truncated": counts.truncated, "split_into": counts.split_into,
         "sources": [{"name": one.name, "format": one.format, "rows": one.read, "weight": one.weight}
                     for one in counts.sources[:MOST_SOURCES]],

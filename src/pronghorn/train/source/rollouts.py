@@ -127,6 +127,7 @@ class RolloutSource(Source):
         episodes = Episodes(episode_file, recipe, tokenizer) if episode_file is not None else None
         scorer.digest += hashlib.sha256(episode_file.read_bytes()).hexdigest() if episode_file is not None else ""
         source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report, episodes)
+        source.selection = sides.selection
         source.remarks = [
             *scorer.remarks,
             *prepared.remarks,
@@ -163,7 +164,7 @@ class RolloutSource(Source):
 
     @property
     def keys(self) -> dict[str, str]:
-        return {"data": self._key(self.train), "held_out": self._key(self.held_out)}
+        return {"data": self._key(self.train), "held_out": self._key(self.held_out), **self.selected}
 
     def _key(self, table: TokenTable | None) -> str:
         """A digest of the prompts and of all that rewards get."""
@@ -176,7 +177,7 @@ class RolloutSource(Source):
 
     def summary(self) -> dict[str, Any]:
         found = {"documents": len(self.train), "tokens": int(self.train.lengths.sum())}
-        return {**found, **data_facts(self.prepared.counts, self.train), "rewards": self.names}
+        return {**found, **data_facts(self.prepared.counts, self.train, self.selection), "rewards": self.names}
 
     def notices(self) -> list[str]:
         return list(self.remarks)

@@ -25,6 +25,7 @@ from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import State, StepBatch, StepPacking
 from pronghorn.data.pack.packing import Packs, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
+from pronghorn.data.read.selection import Selection
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
@@ -56,6 +57,7 @@ class Source(ABC):
     pad_id: int
     known: Sequence[TokenTable] = ()  # rows that are known before the run: an objective may look at them. Held-out rows last
     held_out: TokenTable | None = None  # rows to evaluate on
+    selection: Selection | None = None  # of data.select
     packs_per_step: int = 0  # on average; 0: as the recipe says
     evaluates: ClassVar[bool] = False  # whether it measures the model itself (`evaluate`), and not the objective's loss
 
@@ -79,7 +81,12 @@ class Source(ABC):
     @property
     @abstractmethod
     def keys(self) -> dict[str, str]:
-        """By which a resumed run recognizes its `data` and its `held_out` rows (run_identity.py)."""
+        """By which a resumed run recognizes its `data`, its `held_out` rows and its `select`ion (run_identity.py)."""
+
+    @property
+    def selected(self) -> dict[str, str]:
+        """What `keys` has of the selection."""
+        return self.selection.key if self.selection else {}
 
     @abstractmethod
     def summary(self) -> dict[str, Any]:

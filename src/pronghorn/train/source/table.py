@@ -15,7 +15,7 @@ from pronghorn.data.preference.pair_choices import first_rows, held_out_by
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.prepare import Prepared, findings, prepare
 from pronghorn.data.read.reading import parts_of, text_bytes
-from pronghorn.data.read.splitting import apart, read_apart
+from pronghorn.data.read.splitting import Apart, apart, read_apart, selected
 from pronghorn.errors import PronghornError
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.memory.forecast import BYTES_PER_TOKEN
@@ -53,6 +53,7 @@ class TableSource(Source):
         held_out = None if sides.held is None else sides.held.sharing(shared)
         with stage("pack"):
             source = cls(recipe, sides.train.sharing(shared), held_out, padding_id(tokenizer), prepared, report)
+        source.selection = sides.selection
         source.remarks = (*prepared.remarks, *told, *(other.remarks if other else ()), *sides.remarks)
         return source
 
@@ -64,7 +65,8 @@ class TableSource(Source):
             files = _CachedOnly(recipe.model, spec)
             prepared = prepare(spec.train, spec, files, wanted=wanted, capacity=recipe.train.capacity)
             held_out = isinstance(spec.eval, float)
-            table = apart(prepared, None, spec, recipe.train.seed).train if held_out else prepared.tokens
+            sides = apart(prepared, None, spec, recipe.train.seed) if held_out else Apart(prepared.tokens)
+            table = selected(sides, prepared, recipe).train
         except (_NotPreparedError, PronghornError):
             return Foreseen(_estimated_tokens(recipe), estimated=True)
         lengths = table.lengths.astype("int64")
@@ -83,7 +85,8 @@ class TableSource(Source):
 
     @property
     def keys(self) -> dict[str, str]:
-        return {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.held_out, self.pad_id)}
+        tables = {"data": self.train, "held_out": self.held_out}
+        return {**{name: data_key(table, self.pad_id) for name, table in tables.items()}, **self.selected}
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -92,7 +95,7 @@ class TableSource(Source):
             "loss_tokens": int(self.train.loss_counts.sum()),
             "packs": len(self.first_epoch),
             "efficiency": self.first_epoch.efficiency(self.recipe.train.capacity),
-            **data_facts(self.prepared.counts, self.train),
+            **data_facts(self.prepared.counts, self.train, self.selection),
         }
 
     def notices(self) -> list[str]:
@@ -106,8 +109,12 @@ class TableSource(Source):
         return dealt(self.recipe, ranks, self.first_epoch)
 
     def checked(self, report: Report) -> dict[str, Any]:
-        """Copies are counted of all rows, also those held out; of preference data, of all pairs or marked answers."""
-        table, found = self.prepared.tokens, findings(self.prepared.rows, near=True, progress=report)
+        """Copies are counted of all rows, also those held out, but for those that data.select leaves out; of preference data,
+        of all pairs or marked answers."""
+        table, found = (
+            self.train if self.selection else self.prepared.tokens,
+            findings(self.prepared.rows, near=True, progress=report),
+        )
         rows = held_out_by(table)
         exact = np.isin(rows, list(found.exact))
         copies = exact | np.isin(rows, list(found.near or ()))

@@ -1,0 +1,1 @@
+"""What each training row is worth: `pronghorn data audit`."""
