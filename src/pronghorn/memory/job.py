@@ -142,7 +142,7 @@ class Job:
 
     @property
     def host_bytes(self) -> int:
-        """Of those that do wait there."""
+        """The bytes of the tables that do wait there."""
         return self.host_embeddings * sum(rows * columns for rows, columns in self.host_tables) * self.element
 
     def with_capacity(self, capacity: int) -> Job:

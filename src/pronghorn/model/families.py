@@ -323,7 +323,7 @@ def lends_keys(config: HFConfig, index: int) -> bool:
 
 
 def input_width(config: HFConfig) -> int:
-    """Of what each layer reads of the tokens beside the residual stream (model/inputs/by_layer.py); 0: nothing."""
+    """The width of what each layer reads of the tokens beside the residual stream (model/inputs/by_layer.py); 0: nothing."""
     return int(getattr(config, "hidden_size_per_layer_input", 0) or 0)
 
 

@@ -25,7 +25,7 @@ class SharedPrompts(NamedTuple):
     prefix_2T: Tensor  # first row of each token's prompt, row behind its last; both its document's first row if there is none
 
     def prompts(self) -> dict[int, int]:
-        """Of each answer its prompt, on the host."""
+        """The prompt of each answer, on the host."""
         behind = enumerate(self.behind_S.tolist())
         return {answer: prompt for prompt, end in behind for answer in range(prompt + 1, end)}
 

@@ -157,7 +157,7 @@ def _forward_write(
 
 @jit
 def _row_mean(first, second, D: tl.constexpr, TAIL: tl.constexpr):
-    """Of both blocks; without a tail, of the first."""
+    """The mean over both blocks; without a tail, over the first."""
     total = tl.sum(first, 1)
     if TAIL > 0:
         total += tl.sum(second, 1)

@@ -145,7 +145,7 @@ class DecoderLayer:
         return out
 
     def _run(self, h_TD: Tensor, documents: Documents, rows: Tensor | None) -> tuple[Tensor, ...]:
-        """That, then keys and values that later layers read."""
+        """The output, then keys and values that later layers read."""
         if not self.fused:
             if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
                 out, *lent = checkpoint(self.composed, h_TD, documents, use_reentrant=False)
