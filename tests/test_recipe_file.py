@@ -156,7 +156,7 @@ def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> N
 @table("value", ["[a]", "3", "{random: 1.5}", "{radnom: 0.5}"])
 def test_a_selection_is_a_file_or_a_share(value: str) -> None:
     ((_, _, fix),) = told(SMALLEST, f"data.select={value}")
-    assert fix == "write a file of `pronghorn data audit`, or {random: 0.5}"
+    assert fix == "write a file of `pronghorn data audit`, or {random: 0.5}, a share between 0 and 1"
     assert parse_recipe(SMALLEST, ["data.select.random=0.5"]).data.select == Share(random=0.5)
 
 

@@ -114,7 +114,7 @@ output: runs/default
 # What to write where a key takes one of several kinds; pydantic's own message tells of one kind only.
 KINDS = {
     "data.eval": "write a file name, or a fraction between 0 and 1",
-    "data.select": "write a file of `pronghorn data audit`, or {random: 0.5}",
+    "data.select": "write a file of `pronghorn data audit`, or {random: 0.5}, a share between 0 and 1",
     "lora.targets": "write all-linear, or a list of layer names such as [q_proj, v_proj]",
     "train.betas": "write two numbers, such as [0.9, 0.999]",
     "objective.clip": "write two numbers, such as [0.2, 0.28]",

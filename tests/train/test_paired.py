@@ -14,7 +14,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Stop
 from pronghorn.train.run.evaluate import Progress
 from pronghorn.train.run.paired import FEWEST, MOST, Floats, Seen, difference, expected_gain, kept
-from pronghorn.train.source.sizes import too_few_to_predict
+from pronghorn.train.source.sizes import no_constant_phase, too_few_to_predict
 from tables import table
 
 NEEDS = "eval.stop.gain needs 4 evaluations at a constant rate"
@@ -97,3 +97,12 @@ def test_a_rule_without_a_trend_is_told(every: float, times: int | None) -> None
     source: Any = SimpleNamespace(total=20, held_out=[1])
     told = too_few_to_predict(recipe, source)
     assert told == ([] if times is None else [f"{NEEDS}, and the run has {times}; set eval.every: 0.05"])
+
+
+@table(("decay", "told"), [(0.2, ""), (18, ""), (19, "1 are warm-up and 19 decay"), (100_000, "1 are warm-up and 19 decay")])
+def test_a_schedule_without_a_constant_phase_is_told(decay: float, told: str) -> None:
+    data = {"train": "a.jsonl"}
+    recipe = Recipe.model_validate({"model": "m", "data": data, "train": {"schedule": "wsd", "decay": decay}})
+    source: Any = SimpleNamespace(total=20, held_out=None)
+    found = no_constant_phase(recipe, source)
+    assert (told in found[0]) if told else not found

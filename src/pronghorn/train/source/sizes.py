@@ -108,6 +108,18 @@ def evaluated_once(recipe: Recipe, source: Source) -> list[str]:
     ]
 
 
+def no_constant_phase(recipe: Recipe, source: Source) -> list[str]:
+    """Where wsd has none: then no early stop begins its decay."""
+    train, total = recipe.train, source.total
+    if train.schedule != "wsd" or train.constant(total):
+        return []
+    warmup, decay = train.warmup_steps(total), len(train.decays(total))
+    return [
+        f"train.schedule: wsd is constant in none of the {total:,} steps: {warmup:,} are warm-up and {decay:,} decay; set "
+        "train.decay: 0.2, or train longer"
+    ]
+
+
 def too_few_to_predict(recipe: Recipe, source: Source) -> list[str]:
     """Where eval.stop.gain has no trend to look at."""
     stop, constant = recipe.eval.stop, recipe.train.constant(source.total)
@@ -135,7 +147,12 @@ def empty_packs(recipe: Recipe, table: TokenTable, first: Packs) -> list[str]:
 
 def notices(recipe: Recipe, source: Source, device: torch.device, precision: Precision, facts: ModelFacts) -> list[str]:
     """What is allowed but probably not meant."""
-    said = source.notices() + evaluated_once(recipe, source) + too_few_to_predict(recipe, source)
+    said = (
+        source.notices()
+        + evaluated_once(recipe, source)
+        + no_constant_phase(recipe, source)
+        + too_few_to_predict(recipe, source)
+    )
     if recipe.method == "full" and recipe.lora != Lora():
         said.append("method: full trains all weights; the lora section of the recipe is ignored")
     if device.type == "cpu" and precision != "fp32":
