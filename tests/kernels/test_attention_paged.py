@@ -58,7 +58,8 @@ def test_decoding_is_as_good_as_plain_torch(device: str, judge: Callable[..., No
     q = wide[:, : N * H].unflatten(1, (N, H))
     k, v = (torch.randn(pages, K, PAGE, H, dtype=dtype, device=device) for _ in range(2))
     k[41] = v[41] = float("nan")
-    # Small scores of wide heads: sums of 512 terms, one after the other, are less accurate than torch's.
+    # Half the usual scores of wide heads: the kernel adds 512 terms one after the other, and at the usual ones its error on an
+    # H200 was 2.5 times plain torch's (6.28e-7).
     options = {"scale": 0.3 if H < 100 else 0.5 * H**-0.5, "window": case["window"], "softcap": case["softcap"]}
     sinks = torch.randn(N, dtype=dtype, device=device) if case["sinks"] else None
     out = torch.full_like(wide, float("nan"))

@@ -39,14 +39,16 @@ def model_of(kind: str) -> Any:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphed_steps_equal_eager_ones(kind: str, precision: str) -> None:
-    """Of several shapes, so that graphs are replayed after others."""
-    batches = steps_of(mixed_table(80), 6)
+    """Three steps: rounding grows from step to step, most in Gemma 4's E2B, where adapters that change by 6e-8 move gradients by
+    4e-5, in transformers' own layers in float64, too. On a CPU, where nothing is captured, losses differ by at most 1.7e-7 and
+    norms by 6.6e-5. The bounds of bf16 are guesses until a GPU has run them."""
+    batches = steps_of(mixed_table(80), 3)
     said: list[str] = []
     ours = losses(graphed(model_of(kind), precision, said=said), batches)
     theirs = losses(eager(model_of(kind), precision), batches)
-    near, of_norm = (1e-4, 1e-2) if precision == "fp32" else (1e-2, 0.1)
+    near, of_norm = (1e-6, 2e-4) if precision == "fp32" else (1e-2, 0.1)
     for (loss, norm), (eager_loss, eager_norm) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(eager_loss, rel=near)
         assert norm == pytest.approx(eager_norm, rel=of_norm)
-    assert ours[-1][0] < ours[0][0]
+        assert norm > 0
     assert not any("eagerly" in line for line in said)
