@@ -39,7 +39,7 @@ def model_of(kind: str) -> Any:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphed_steps_equal_eager_ones(kind: str, precision: str) -> None:
-    """Three steps: rounding grows from step to step, most in Gemma 4's E2B, where adapters that change by 6e-8 move gradients by
+    """Three steps: rounding grows from step to step, most in Gemma 4's E2B, where adapters changed by 6e-8 move gradients by
     4e-5, in transformers' own layers in float64, too. On a CPU, where nothing is captured, losses differ by at most 1.7e-7
     and norms by 6.6e-5. The bounds of bf16 are guesses until a GPU has run them."""
     batches = steps_of(mixed_table(80), 3)
