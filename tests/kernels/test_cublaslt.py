@@ -92,6 +92,8 @@ def test_a_sum_is_rounded_once(rows: int) -> None:
     assert torch.equal(out[:128], mm_add(h[:128], a[:128], b, 0.5))
     assert torch.equal(out, mm_add(h, a, b, 0.5, h[:]))
     assert torch.equal(out, h)
+    h = h.float()  # torch adds, in place, too
+    assert torch.equal(mm_add(h, a.float(), b.float()), mm_add(h, a.float(), b.float(), out=h))
 
 
 @pytest.mark.gpu

@@ -64,11 +64,11 @@ def favoured(rows: int, inner: int, columns: int, *, weight_by_rows: bool) -> tu
 def try_mm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha: float = 1.0) -> bool:
     """out = alpha a @ b (+ add); False, with nothing done, where torch should do it. `add` must not be `out`: the library adds
     in float32 and rounds once; in place it would round twice."""
-    assert add is None or not a.is_cuda or add.data_ptr() != out.data_ptr()
     if out.is_meta:
         count_mm(a, b, out, add)
         return True
     prepared = _prepared_for(a, b, out, add)
+    assert prepared is None or add is None or add.data_ptr() != out.data_ptr()
     return prepared is not None and prepared.run(a, b, out, add, alpha, torch.cuda.current_stream().cuda_stream)
 
 
