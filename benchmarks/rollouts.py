@@ -7,8 +7,9 @@
     [--out benchmarks/results/rollouts.json]                adds the rows to a results file
 
 The script is the same for each system but for what loads the model: `pronghorn`, `unsloth` (without vLLM) and
-`hf` (transformers and PEFT). Each system is measured in its own process. `scripts` ends with 1 if a system has no figures, or if
-our peak is not within 10 % of the planned one; its processes' output is in benchmarks/results/logs, or beside --out.
+`hf` (transformers and PEFT). Each system is measured in its own process. It ends with 1 if a system has no figures, or if our
+peak is not within 10 % of the planned one; the output of the processes of `scripts` is in benchmarks/results/logs, or in logs
+beside --out.
 """
 
 from __future__ import annotations
