@@ -34,7 +34,12 @@ def convert() -> None:
 
 def decode() -> None:
     """What a step of decoding launches that training does not."""
-    for dtype, width, window in ((torch.bfloat16, 128, None), (torch.bfloat16, 64, 128), (torch.bfloat16, 512, None)):
+    for dtype, width, window in (
+        (torch.bfloat16, 128, None),
+        (torch.bfloat16, 64, 128),
+        (torch.bfloat16, 512, None),
+        (torch.float32, 512, None),
+    ):
         pages = torch.empty(8, 8, PAGE, width, dtype=dtype)
         q_BNH, position_B = torch.empty(16, 32, width, dtype=dtype), torch.zeros(16, dtype=torch.int32)
         parts = [

@@ -101,16 +101,16 @@ def run(plan: Plan, say: Callable[[str], None], on_row: Callable[[Row], None] = 
         for number, job in enumerate(jobs, 1)
         if not (found := results.get(job[0].name, job[1])) or _again(plan, found)
     ]
-    with _ends_with_us(), ExitStack() as started:
-        ready: _Process | None = None
+    with ends_with_us(), ExitStack() as started:
+        ready: Process | None = None
         for at, (number, workload, system) in enumerate(due):
             say(f"[{number}/{len(jobs)}] {workload.name:13} {system:13} ")
             began, current = time.monotonic(), ready or _first_part(plan, workload, system)
-            if isinstance(current, _Process):
+            if isinstance(current, Process):
                 started.enter_context(current)
             following = due[at + 1][1:] if plan.ahead and at + 1 < len(due) else None
             ready = None
-            if following and isinstance(current, _Process) and _waits_its_turn(*following):
+            if following and isinstance(current, Process) and _waits_its_turn(*following):
                 ready = started.enter_context(_worker(plan, *following))  # whatever happens to us, it ends
             row = {"workload": workload.name, "system": system, **_second_part(plan, current), "date": _now()}
             results.add(row)
@@ -146,19 +146,23 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _first_part(plan: Plan, workload: Workload, system: str) -> _Process | Row:
+def _first_part(plan: Plan, workload: Workload, system: str) -> Process | Row:
     """A process that has begun, or what there is to say instead."""
     if system != CEILING and not model_folder(workload.model).is_dir():
-        made = _process(plan, workload, WEIGHTS, ["-m", "benchmarks.bench.weights", "--model", workload.model]).result(plan)
+        made = launched(plan, workload.name, WEIGHTS, ["-m", "benchmarks.bench.weights", "--model", workload.model]).result(
+            plan
+        )
         if made["status"] != "measured":
             return made | {"why": f"cannot create the model folder: {made['why']}"}
     if system == CEILING:
-        return _process(plan, workload, system, ["-m", "benchmarks.bench.ceiling", "--workload", workload.name]).result(plan)
+        return launched(plan, workload.name, system, ["-m", "benchmarks.bench.ceiling", "--workload", workload.name]).result(
+            plan
+        )
     return _worker(plan, workload, system)
 
 
-def _second_part(plan: Plan, begun: _Process | Row) -> Row:
-    return begun.result(plan) if isinstance(begun, _Process) else begun
+def _second_part(plan: Plan, begun: Process | Row) -> Row:
+    return begun.result(plan) if isinstance(begun, Process) else begun
 
 
 def _waits_its_turn(workload: Workload, system: str) -> bool:
@@ -166,7 +170,7 @@ def _waits_its_turn(workload: Workload, system: str) -> bool:
     return system != CEILING and model_folder(workload.model).is_dir()
 
 
-def _worker(plan: Plan, workload: Workload, system: str) -> _Process:
+def _worker(plan: Plan, workload: Workload, system: str) -> Process:
     words = [
         "-m",
         "benchmarks.bench.worker",
@@ -181,18 +185,18 @@ def _worker(plan: Plan, workload: Workload, system: str) -> _Process:
         *(["--lengths", str(plan.lengths.resolve())] if plan.lengths else []),
         *(["--turn", str(plan.out.resolve() / "logs" / "turn.lock")] if plan.ahead else []),
     ]
-    return _process(plan, workload, system, words)
+    return launched(plan, workload.name, system, words)
 
 
 @dataclass(frozen=True)
-class _Process:
+class Process:
     """Its output is kept beside the results. It ends with the `with` it is in, if not before."""
 
     system: str
     process: subprocess.Popen[Any]
     log: Path
 
-    def __enter__(self) -> _Process:
+    def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -217,8 +221,8 @@ class _Process:
         return {"status": "failed", "why": last_error(lines[1:], code)}
 
 
-def _process(plan: Plan, workload: Workload, system: str, words: list[str]) -> _Process:
-    log = plan.out / "logs" / f"{workload.name}.{system}.log"
+def launched(plan: Plan, name: str, system: str, words: list[str]) -> Process:
+    log = plan.out / "logs" / f"{name}.{system}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     (log.parent / ".gitignore").write_text("*\n", encoding="utf-8")
     # One working folder for all: what a system compiles into it, its next process finds again.
@@ -236,7 +240,7 @@ def _process(plan: Plan, workload: Workload, system: str, words: list[str]) -> _
             env=environment(plan, system),
             start_new_session=True,
         )
-    return _Process(system, process, log)
+    return Process(system, process, log)
 
 
 def environment(plan: Plan, system: str) -> dict[str, str]:
@@ -268,7 +272,7 @@ def _kill_group(process: subprocess.Popen[Any]) -> None:
 
 
 @contextmanager
-def _ends_with_us() -> Iterator[None]:
+def ends_with_us() -> Iterator[None]:
     """SIGTERM as an exception, so that the running process is ended before we are."""
 
     def leave(number: int, frame: Any) -> None:

@@ -14,6 +14,7 @@ from pronghorn import FastLanguageModel
 from pronghorn.compat.dropin import recompute
 from pronghorn.compat.dropin.recompute import KeptByMemory, job_of
 from pronghorn.compat.outer_loop import loop_of
+from pronghorn.generation.cache import free_bytes
 from pronghorn.memory.dry_run import kept_bytes
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from samples import make_model, make_tokenizer
@@ -107,6 +108,39 @@ def test_what_fits_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
     forward(model, 40)
     assert levels(model) == {"nothing"}
     assert "nothing is recomputed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [True, False, "unsloth"])
+def test_the_planned_peak_is_told_with_its_parts(folder: Path, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(recompute, "say_once", said.append)
+    monkeypatch.setattr(recompute, "ASIDE", 0)
+    model, _ = planned(folder, 10**9)
+    loop, engine = loop_of(model), engine_in(model)
+    chooser = loop.chooser = KeptByMemory(engine, asked, free=lambda: 10**9)
+    assert chooser.planned_bytes == 0
+    forward(model, 40)
+    small = chooser.planned_bytes
+    assert small > 96 << 20  # what libraries take
+    assert f"memory: planned peak {small / 1e9:.1f} GB of 1.0 GB (weights 0.0, adapters" in said[0]
+    assert "answers" not in said[0]
+    assert asked is True or said[0].endswith(("recomputed in backward", "True: 0.1 GB)"))
+    assert levels(model) == {"layer" if asked is True else "nothing"}
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=70, do_sample=False)
+    forward(model, 40)
+    assert chooser.planned_bytes == small + loop.generator.nbytes > small
+    assert "keys, values and logits of answers 0.0" in said[1]
+
+
+def test_the_process_share_of_a_gpu_is_what_may_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {
+        "mem_get_info": (70, 100), "memory_reserved": 25, "memory_allocated": 20, "get_per_process_memory_fraction": 0.5
+    }  # fmt: skip
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, number=number: number)
+    assert free_bytes(torch.device("cuda")) == 30
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    assert free_bytes(torch.device("cuda")) == 75
 
 
 def test_with_less_some_layers_are_computed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

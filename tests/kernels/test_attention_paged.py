@@ -48,7 +48,25 @@ def tables(device: str) -> tuple[list[Segments], torch.Tensor, int]:
     return [columns(prompts), columns(answers)], position.to(torch.int32), 42
 
 
+@pytest.fixture
+def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of the interpreter add their terms as a GPU's do in float32; numpy adds them in blocks."""
+    if torch.cuda.is_available():
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def dot(self: Any, a: Any, b: Any, sums: Any, *_: Any) -> Any:
+        found = sums.data
+        for k in range(a.data.shape[1]):
+            terms = a.data[:, k, None].astype("float64") * b.data[None, k].astype("float64")
+            found = (found + terms).astype("float32")  # one rounding: a multiply-add
+        return interpreter.TensorHandle(found, sums.dtype)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
 @table("name", list(CASES))
+@pytest.mark.usefixtures("one_after_the_other")
 def test_decoding_is_as_good_as_plain_torch(device: str, judge: Callable[..., None], name: str) -> None:
     case = {"heads": (8, 2), "width": 16, "dtype": torch.float32, "window": None, "softcap": None, "sinks": False} | CASES[name]
     (N, K), H, dtype = case["heads"], case["width"], case["dtype"]
@@ -58,9 +76,7 @@ def test_decoding_is_as_good_as_plain_torch(device: str, judge: Callable[..., No
     q = wide[:, : N * H].unflatten(1, (N, H))
     k, v = (torch.randn(pages, K, PAGE, H, dtype=dtype, device=device) for _ in range(2))
     k[41] = v[41] = float("nan")
-    # Half the usual scores of wide heads: the kernel adds 512 terms one after the other, and at the usual ones its error on an
-    # H200 was 2.5 times plain torch's (6.28e-7).
-    options = {"scale": 0.3 if H < 100 else 0.5 * H**-0.5, "window": case["window"], "softcap": case["softcap"]}
+    options = {"scale": H**-0.5, "window": case["window"], "softcap": case["softcap"]}
     sinks = torch.randn(N, dtype=dtype, device=device) if case["sinks"] else None
     out = torch.full_like(wide, float("nan"))
     got = paged_attention(q, k, v, parts, position, **options, sinks_N=sinks, out=out[:, : N * H].unflatten(1, (N, H)))
@@ -72,7 +88,10 @@ def test_decoding_is_as_good_as_plain_torch(device: str, judge: Callable[..., No
             *tensors, where, position.cpu(), **options, sinks_N=None if sinks is None else sinks.to(number).cpu()
         )
 
-    judge(got, expected(dtype), expected(torch.float64), name)
+    plain, truth = expected(dtype), expected(torch.float64)
+    judge(got, plain, truth, name)
+    if H > 256:  # sums in parts: 0.5 times plain torch's error; one after the other it was 1.5 times
+        assert (got.cpu() - truth).norm() < (plain - truth).norm()
     assert (got[5] == 0).all()
     assert out[:, N * H :].isnan().all()
 

@@ -18,7 +18,8 @@ from trl import SFTTrainer, ORPOTrainer, GRPOConfig
 from vllm import SamplingParams, LLM
 GRPOConfig(use_vllm=True, vllm_sampling_params=SamplingParams(seed=1), num_generations=4, per_device_train_batch_size=1)
 trainer = SFTTrainer(model, tokenizer=tokenizer, max_seq_length=2048, packing=False, learning_rate=1,
-                     args=TrainingArguments(warmup_ratio=0.1, optim="adamw_8bit", max_prompt_length=3))
+                     args=TrainingArguments(warmup_ratio=0.1, optim="adamw_8bit", max_prompt_length=3,
+                                            fp16=not is_bfloat16_supported(), bf16=is_bfloat16_supported()))
 model.fast_generate("text", SamplingParams(temperature=0.5, logprobs=1, best_of=None))
 model, tokenizer = FastLanguageModel.from_pretrained("name", fast_inference=True, load_in_8bit=True, max_lora_rank=8)
 if False:
@@ -43,11 +44,13 @@ def test_a_script(tmp_path: Path) -> None:
         "GRPOConfig(vllm_sampling_params=) -> temperature=, top_p=, top_k=, min_p=, max_completion_length=",
         "GRPOConfig(per_device_train_batch_size=1) -> 4",
         "GRPOConfig(vllm_sampling_params=)",
+        "GRPOConfig() -> bf16=False, without a GPU",
         "SFTTrainer(tokenizer=) -> processing_class=",
         "SFTTrainer(max_seq_length=) -> moved into its args as max_length=",
         "SFTTrainer(packing=) -> moved into its args as packing=",
         "TrainingArguments(warmup_ratio=) -> warmup_steps=",
         "TrainingArguments(max_prompt_length=) is dropped",
+        "TrainingArguments(fp16=) -> False, without a GPU",
         'TrainingArguments(optim="adamw_8bit") -> adamw_torch_fused, if bitsandbytes is not installed',
     }
     missing = [one.what for one in found if one.missing]
@@ -62,7 +65,7 @@ def test_a_script(tmp_path: Path) -> None:
     assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 5 + [True]
     assert [one.what.split("(")[0] for one in found if one.late] == ["SamplingParams", "from_pretrained"]
     assert ahead(path).startswith(
-        "mine.py:10: SamplingParams(logprobs=1) is not supported; the script ends there, and at 1 more ("
+        "mine.py:11: SamplingParams(logprobs=1) is not supported; the script ends there, and at 1 more ("
     )
     text = as_text(path, found)
     assert "mine.py:2  from unsloth import FastLanguageModel: Pronghorn's" in text

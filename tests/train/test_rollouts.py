@@ -24,6 +24,7 @@ from pronghorn.errors import CommandError, DataError, HealthStop, Interrupted, R
 from pronghorn.generation.generator import Generator
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.recipe import Recipe
+from pronghorn.report.answers import read_answers
 from pronghorn.report.html import write_html
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 from pronghorn.train.dist.launch import require_packs
@@ -110,6 +111,8 @@ def test_a_run_learns_what_is_rewarded_and_shows_it(rl: RecipeFor, tmp_path: Pat
     assert 0 < evals[-1]["metrics"]["reward_error"] < 0.2
     assert "loss" not in evals[-1]
     assert evals[-1]["generations"][0]["expected"] == "odd"
+    (answer,) = read_answers(result.folder)
+    assert answer.scores.keys() == answer.base_scores.keys() == {"reward"}
     page = write_html(result.folder).read_text(encoding="utf-8")
     assert "<h2>Rollouts</h2>" in page
     assert "mean reward of an answer" in page

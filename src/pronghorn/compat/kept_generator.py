@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_slot, bytes_of_a_token, free_bytes, pages_for, slots_within
-from pronghorn.generation.generator import Completion, Generator, Request
+from pronghorn.generation.generator import READ_TOKENS, Completion, Generator, Request
 from pronghorn.kernels.attention.attention_paged import PAGE
 from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.memory.pages import LOGITS
 from pronghorn.model.causal_lm import FastCausalLM
 
 Look = Callable[[list[list[Completion]]], None]
@@ -38,12 +39,20 @@ class KeptGenerator:
         self._generator: Generator | None = None
         self._sizes, self._dtype = Sizes(0, 0, 0, 0), torch.float32
         self._limit = 1 << 40  # of pages, by memory
+        self.reads = 0  # tokens of prompts in one forward, at most so far
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptGenerator:
         """A copy of the model has its own."""
         twin = KeptGenerator(copy.deepcopy(self.engine, memo))
         twin.share = self.share
         return twin
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept between calls, and a step's logits."""
+        slots, pages, *_ = self._sizes
+        kept = pages * PAGE * bytes_of_a_token(self.engine, self._dtype) + slots * bytes_of_a_slot(self.engine, self._dtype)
+        return kept + LOGITS * 4 * slots * int(self.engine.embeddings.weight.shape[0])
 
     def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Completion]]:
         """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
@@ -76,6 +85,8 @@ class KeptGenerator:
             slots, max(self._sizes.slots, slots_within(self.engine, dtype, slots, int(self.share * free_bytes(device))))
         )
         longest = max(one.max_new_tokens for one in requests)
+        lengths = [len(one.prompt) for one in requests]
+        self.reads = max(self.reads, *lengths, min(READ_TOKENS, sum(lengths)))
         prompts = sum(sorted((pages_for(len(one.prompt)) for one in requests), reverse=True)[:slots])
         pages = max(least, min(prompts + slots * pages_for(longest), self._limit))
         wanted = Sizes(slots, pages, pages_for(longest) * PAGE, max(len(one.stops) for one in requests))

@@ -55,6 +55,9 @@ OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_sta
 class Chooser(Protocol):
     """dropin.recompute.KeptByMemory, as used here."""
 
+    @property
+    def planned_bytes(self) -> int: ...  # the peak, answers included; 0: not planned
+
     def before(self, tokens: int) -> None: ...  # a batch that trains
     def lower(self) -> bool: ...  # after its forward ran out of memory: whether the layers save less now
 

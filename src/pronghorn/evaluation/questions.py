@@ -29,6 +29,7 @@ class Question:
     expected: str
     answer_tokens: int  # how many the expected answer takes, its end included
     choices: tuple[str, ...] = ()
+    number: int = 0  # in the table
 
 
 def held_out_questions(table: TokenTable, tokenizer: Tokenizer, count: int, *, system: str | None = None) -> list[Question]:
@@ -55,7 +56,7 @@ def held_out_questions(table: TokenTable, tokenizer: Tokenizer, count: int, *, s
         prompt = str(question.messages[-1].get("content") or "") if question.messages else question.prompt
         expected = _expected(example, table, i, tokenizer)
         tokens = len(tokenizer.backend_tokenizer.encode(expected, add_special_tokens=False).ids) + 1
-        asked[i] = Question(question.where, encoder.prompt_ids(question), prompt, expected, tokens, example.choices)
+        asked[i] = Question(question.where, encoder.prompt_ids(question), prompt, expected, tokens, example.choices, i)
     return [asked[i] for i in sorted(asked)]
 
 

@@ -81,11 +81,12 @@ def slots_within(engine: FastCausalLM, dtype: torch.dtype, slots: int, room: int
 
 
 def free_bytes(device: torch.device) -> int:
-    """What tensors may still take."""
+    """What tensors may still take, within torch.cuda.set_per_process_memory_fraction."""
     if device.type != "cuda":
         return free_memory() or UNKNOWN
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + held
+    (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    return max(0, min(int(free), allowed) + reserved - torch.cuda.memory_allocated(device))
 
 
 class MixerStates:

@@ -2,7 +2,8 @@
 
 `use_gradient_checkpointing` True or False is the user's word: it stands, whatever a trainer does by default (TRL's turns
 recomputing on). "unsloth", and saying nothing, leaves it to the memory that there is: at the first batch, and at every
-larger one, the layers keep what fits, and it is said what that is. Results are the same bits either way.
+larger one, the layers keep what fits. Either way it is said what is planned: the peak, and what it is made of. Results are the
+same bits.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pronghorn.generation.cache import free_bytes
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs
-from pronghorn.memory.dry_run import static_parts
+from pronghorn.memory.dry_run import evaluation_bytes, static_parts
 from pronghorn.memory.gpus import local_gpu, reckoned_with
 from pronghorn.memory.job import FP32, Job, Method, local_target, shape_of
-from pronghorn.memory.levels import KEEP, Problem
-from pronghorn.memory.plan import Plan, make_plan
+from pronghorn.memory.levels import KEEP, Choice, Problem
+from pronghorn.memory.plan import Plan, make_plan, plan_of
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
 from pronghorn.model.load import without_progress_bars
@@ -46,8 +47,9 @@ def set_recompute(model: HFModel, asked: Recompute | None) -> None:
     if engine is None:
         _of_own_layers(base, bool(stands))
         return
-    plans = stands == PLANNED and engine.embeddings.weight.is_cuda
-    loop_of(base).chooser = KeptByMemory(engine) if plans else None
+    on_gpu = engine.embeddings.weight.is_cuda
+    plans = stands == PLANNED and on_gpu
+    loop_of(base).chooser = KeptByMemory(engine, stands) if on_gpu else None
     for layer in engine.layers:
         layer.recompute, layer.planned = None if plans else bool(stands), plans
     base.gradient_checkpointing_enable = types.MethodType(gradient_checkpointing_enable, base)
@@ -88,55 +90,70 @@ def enable_input_require_grads(base: PreTrainedModel) -> None:
 
 
 class KeptByMemory:
-    def __init__(self, engine: FastCausalLM, *, free: Callable[[], int] | None = None) -> None:
-        """`free`: bytes that tensors may still take."""
-        self.engine = engine
+    def __init__(self, engine: FastCausalLM, asked: Recompute = PLANNED, *, free: Callable[[], int] | None = None) -> None:
+        """`asked`: True and False are only told. `free`: bytes that tensors may still take."""
+        self.engine, self.asked = engine, asked
         self._free = self._free_on_device if free is None else free
-        self._planned_for = 0  # tokens
+        self._planned_for = self._for_answers = 0  # tokens of a batch; bytes
         self._plan: Plan | None = None
+        self._there = 0  # bytes, with what is taken
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptByMemory:
         """A copy of the model asks for itself."""
-        return KeptByMemory(copy.deepcopy(self.engine, memo))
+        return KeptByMemory(copy.deepcopy(self.engine, memo), self.asked)
+
+    @property
+    def planned_bytes(self) -> int:
+        """The peak of tensors; 0: not planned."""
+        return 0 if self._plan is None else self._peak(self._plan)
 
     def before(self, tokens: int) -> None:
-        if tokens <= self._planned_for:
+        loop = loop_of(self.engine.model)
+        if tokens <= self._planned_for and loop.generator.nbytes <= self._for_answers:
             return
-        first, self._planned_for = not self._planned_for, rounded(tokens)
-        loop_of(self.engine.model).forget_graphs()  # whose memory counts as free
+        first, self._planned_for = not self._planned_for, max(self._planned_for, rounded(tokens))
+        self._for_answers = loop.generator.nbytes
+        if self.asked == PLANNED:
+            loop.forget_graphs()  # whose memory counts as free
         try:
             job = job_of(self.engine, self._planned_for)
         except ModelError as error:  # nobody has written its sizes down
+            if self.asked != PLANNED:
+                return
             self._keep(None, f"all layers are recomputed in backward: {error.why}")
             return
         trained = sum(p.numel() for p in self.engine.model.parameters() if p.requires_grad)
         later = trained * 3 * FP32 if first else 0  # gradients and moments, which the first step makes
-        room = int((self._free() - later - ASIDE) * (1 - MARGIN))
+        free = self._free()
+        self._there = free + (torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0)
+        room = int((free - later - ASIDE) * (1 - MARGIN))
         problem = Problem(
             job,
             predicted_costs(job, reckoned_with(local_gpu(self._device), fp8=job.fp8)),
             room + sum(static_parts(job).values()),
         )
+        least = plan_of(problem, (Choice("layer"),) * job.shape.layers, 1)
+        if self.asked != PLANNED:
+            plan = least if self.asked else plan_of(problem, (KEEP,) * job.shape.layers, 1)
+            self._keep(plan, self._told(plan, least))
+            return
         try:
             plan = make_plan(problem)
         except RecipeError:
-            self._keep(
-                None,
-                f"all layers are recomputed in backward: {room / 1e9:.1f} GB free, too little to save activations of "
-                f"a batch of {tokens:,} tokens",
-            )
+            why = f"{room / 1e9:.1f} GB free, too little to save activations of a batch of {tokens:,} tokens"
+            self._keep(least, f"{self._told(least, least)}: {why}")
             return
-        self._keep(plan, told(plan, tokens))
+        self._keep(plan, self._told(plan, least))
 
     def lower(self) -> bool:
-        if self._plan is None:
+        if self._plan is None or self.asked != PLANNED:
             return False
         try:
             plan = self._plan.one_notch_lower()
         except EnvironmentFault:
             self._keep(None, "out of memory: all layers are recomputed in backward from now on")
         else:
-            self._keep(plan, f"out of memory: {told(plan, self._planned_for)}")
+            self._keep(plan, f"out of memory: {self._told(plan, plan)}")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return True
@@ -148,6 +165,26 @@ class KeptByMemory:
             layer.level = "layer" if plan is None else plan.choices[number].level
         say_once(f"memory: {text}")
 
+    def _told(self, plan: Plan, least: Plan) -> str:
+        """The planned peak and its parts; what is recomputed, and what recomputing all layers would leave of it."""
+        job, total = plan.problem.job, self._peak(plan)
+        parts = static_parts(job)
+        tuned = next(name for name in parts if name.endswith("optimizer"))
+        shown = {"weights": parts["weights"], tuned: parts[tuned]}
+        if self._for_answers:
+            shown["keys, values and logits of answers"] = self._for_answers
+        shown[f"a batch of up to {job.capacity:,} tokens"] = total - sum(shown.values())
+        listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in shown.items())
+        fewer = self._peak(least)
+        hint = f" (use_gradient_checkpointing=True: {fewer / 1e9:.1f} GB)" if fewer < total else ""
+        return f"planned peak {total / 1e9:.1f} GB of {self._there / 1e9:.1f} GB ({listed}); {told(plan)}{hint}"
+
+    def _peak(self, plan: Plan) -> int:
+        """A step or the reading of prompts, whichever takes more, beside what answers keep."""
+        job, reads = plan.problem.job, loop_of(self.engine.model).generator.reads
+        reading = sum(static_parts(job).values()) + evaluation_bytes(job, rounded(reads)) if reads else 0
+        return max(plan.peak_bytes, reading) + self._for_answers
+
     @property
     def _device(self) -> torch.device:
         device: torch.device = self.engine.embeddings.weight.device
@@ -157,10 +194,12 @@ class KeptByMemory:
         return free_bytes(self._device)
 
 
-def told(plan: Plan, tokens: int) -> str:
+def told(plan: Plan) -> str:
     again = [choice.level for choice in plan.choices if choice != KEEP]
     if not again:
-        return f"activations of all layers are saved for batches of up to {tokens:,} tokens; nothing is recomputed in backward"
+        return "activations of all layers are saved, nothing is recomputed in backward"
+    if {*again} == {"layer"} and len(again) == len(plan.choices):
+        return "all layers are recomputed in backward"
     whole = sum(level != "gate_up" for level in again)
     parts = [f"{whole} fully"] * bool(whole) + [f"{len(again) - whole} partly"] * (len(again) > whole)
     return (

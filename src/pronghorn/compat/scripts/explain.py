@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from pronghorn.compat.scripts.fronts import GONE, MOVED, SEEN_THROUGH
 from pronghorn.compat.scripts.modules import IN_PLACE_OF_VLLM, OURS, STOOD_IN_FOR, not_here
 from pronghorn.compat.scripts.notebooks import NOT_COMPILED, Cell, cannot_compile, read_cells
-from pronghorn.compat.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
+from pronghorn.compat.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, NEEDS_GPU, REFUSED, RENAMED, TRAINER_RENAMED
 from pronghorn.errors import CommandError
 from pronghorn.program import command
 
@@ -42,6 +42,7 @@ TAKEN = {"GRPOConfig": ("max_completion_length",), "RLOOConfig": ("max_completio
          "ORPOConfig": ("max_completion_length", "is_encoder_decoder", "padding_value", "generate_during_eval"),
          "CPOConfig": ("max_completion_length", "is_encoder_decoder", "generate_during_eval"),
          "DPOConfig": ("truncation_mode",), "SFTConfig": ("truncation_mode",)}  # fmt: skip
+BF16_BY_DEFAULT = tuple(f"{name}Config" for name in ("SFT", "DPO", "KTO", "ORPO", "CPO", "Reward", "GRPO", "RLOO", "OnlineDPO"))
 OFF = " (disabled by `if False`)"
 
 
@@ -225,8 +226,12 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
             found.append(
                 (f"{name}(vllm_sampling_params=) -> temperature=, top_p=, top_k=, min_p=, max_completion_length=", False)
             )
+        elif old in NEEDS_GPU and value is not False:
+            found.append((f"{name}({old}=) -> False, without a GPU", False))
         elif old == "optim" and value in BITSANDBYTES_ADAMW:
             found.append((f'{name}(optim="{value}") -> adamw_torch_fused, if bitsandbytes is not installed', False))
+    if name in BF16_BY_DEFAULT and "bf16" not in {word.arg for word in words}:
+        found.append((f"{name}() -> bf16=False, without a GPU: TRL's default is True", False))
     return found + _of_sampled(name, {str(word.arg): word.value for word in words})
 
 

@@ -93,6 +93,10 @@ class RunAnswers:
     def _judged(self, answers: list[ModelAnswer]) -> Judged:
         with _random_numbers_kept():
             judged = self._held_out.judge(answers)
+            numbers = [question.number for question in self._held_out.questions]
+            worth = self._session.source.worth([(n, one.text) for n, one in zip(numbers, answers, strict=True)])
+            for scores, rewards in zip(judged.rows, worth, strict=bool(worth)):
+                scores.update(rewards)
         if judged.unscored:
             self._log.write("notice", text=judged.unscored)
         return judged

@@ -392,6 +392,12 @@ class RolloutSource(Source):
 
     # ---- held-out prompts ----------------------------------------------------------------------------------------
 
+    def worth(self, said: Sequence[tuple[int, str]]) -> list[dict[str, float]]:
+        if self._episodes is not None or self.held_out is None:
+            return []  # no single answer is worth anything
+        scored = self.scorer.score([self._said(self.held_out, row, text) for row, text in said])
+        return [{} if one.total is None else {"reward": one.total} | {**one.parts, "reward": one.total} for one in scored]
+
     def evaluate(self, model: HFModel) -> Evaluation:
         """pass@1: the mean reward of several answers to each held-out prompt, and its standard error over prompts."""
         assert self.held_out is not None

@@ -158,6 +158,10 @@ class Source(ABC):
         """Measures the model on held-out rows, if it `evaluates`. On all ranks."""
         raise NotImplementedError
 
+    def worth(self, said: Sequence[tuple[int, str]]) -> list[dict[str, float]]:
+        """Rewards, by name, of answers to held-out rows; nothing where a row's answer has none."""
+        return []
+
     @abstractmethod
     def next(self, model: HFModel) -> StepBatch:
         """The next step. `model`: with the weights after the step before, unless `ahead`."""
