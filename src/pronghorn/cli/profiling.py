@@ -33,9 +33,7 @@ def options(one: argparse.ArgumentParser) -> None:
     nsight.add_argument("--range", action="store_true", help="mark the steps for Nsight Systems, and write nothing")
 
 
-def profile(
-    arguments: argparse.Namespace, recipe: Recipe, importing: Callable[[str], AbstractContextManager[None]]
-) -> None:
+def profile(arguments: argparse.Namespace, recipe: Recipe, importing: Callable[[str], AbstractContextManager[None]]) -> None:
     """`importing`: around imports, while a model's weights begin to come from the disk."""
     folder, steps = arguments.output, arguments.steps
     if steps < 1:
@@ -46,7 +44,9 @@ def profile(
         say(arguments, {"command": line}, line)
         return
     if started_as()[1] > 1:
-        raise CommandError(what="profile measures one process", why="WORLD_SIZE is set", fix="start it without torchrun or srun")
+        raise CommandError(
+            what="profile measures one process", why="WORLD_SIZE is set", fix="start it without torchrun or srun"
+        )
     trace_captured_kernels()
     from pronghorn.report.stages import Stages
 

@@ -105,7 +105,7 @@ def changed(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
 
 def _changed(recipe: dict[str, Any], key: str, value: object) -> str:
     section, _, name = key.partition(".")
-    now = _setting(recipe, section, name)
+    now = _setting(recipe, section, name) if name else recipe.get(section)
     return f"{key}: {_yaml(value)}" + ("" if now is None or isinstance(now, dict) else f" (now {_yaml(now)})")
 
 
@@ -263,7 +263,7 @@ def _launching(run: RunStats, facts: Mapping[str, Any]) -> Iterable[Advice]:
 
 
 def _recomputing(run: RunStats, facts: Mapping[str, Any]) -> Iterable[Advice]:
-    if _setting(run.recipe, "memory", "budget") != "auto" and (spent := facts["recomputed_ms"]):
+    if _setting(run.recipe, "memory", "budget") not in (None, "auto") and (spent := facts["recomputed_ms"]):
         why = "activations are computed again or offloaded to stay within memory.budget; auto takes all of the GPU's memory"
         yield Advice({"memory.budget": "auto"}, spent / 1000, why)
 

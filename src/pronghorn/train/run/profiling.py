@@ -76,7 +76,9 @@ class _Enough(Exception):
 class _Watch:
     """The run's display, and its log's listener: looks at clocks at the borders of phases."""
 
-    def __init__(self, steps: int, display: Display, stages: Stages, device: torch.device, make: Callable[[], Profiler]) -> None:
+    def __init__(
+        self, steps: int, display: Display, stages: Stages, device: torch.device, make: Callable[[], Profiler]
+    ) -> None:
         half, warm_up = max(1, steps // 2), WARM_UP if device.type == "cuda" else WARM_UP_CPU
         self._names = iter(("before", "profiled", "after"))
         self._lengths = {"warm-up": warm_up, "before": half, "profiled": steps, "after": half}
