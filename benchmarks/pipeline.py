@@ -2,9 +2,10 @@
 
     python -m benchmarks.pipeline recipe.yaml [--model FOLDER] [key=value ...] [--out FILE]
 
-Runs the recipe three times, each time in a fresh process and folder: `pronghorn profile`, then a hundred steps plainly, and with
-a checkpoint every ten steps. The first run also fills the caches of data and compiled kernels, so the time to the first step of
-the second one is that of a command given again. Without evaluation. Prints one JSON line; what needs a GPU is null without one.
+Runs the recipe three times, each time in a fresh process and folder: `pronghorn profile`, then a hundred steps plainly, and
+with a checkpoint every ten steps. The first run also fills the caches of data and compiled kernels, so the time to the first
+step of the second one is that of a command given again. Without evaluation. Prints one JSON line; what needs a GPU is null
+without one.
 """
 
 from __future__ import annotations

@@ -24,13 +24,8 @@ from benchmarks.record import RESULTS, record, write
 
 WHAT = "`pronghorn profile`: groups of kernels, idle time and waits of whole training steps"
 STEPS_OF_DATA = 30
-NEEDED = {
-    "X": ("name", "ts", "dur", "pid", "tid"),
-    "M": ("name", "args"),
-    "s": ("id", "ts"),
-    "t": ("id", "ts"),
-    "f": ("id", "ts"),
-}
+FLOW = ("id", "ts")
+NEEDED = {"X": ("name", "ts", "dur", "pid", "tid"), "M": ("name", "args"), "s": FLOW, "t": FLOW, "f": FLOW}  # by phase
 
 
 def problems_of(trace: Mapping[str, Any]) -> list[str]:

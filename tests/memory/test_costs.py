@@ -11,7 +11,7 @@ from benchmarks.bench.ceiling import flops
 from benchmarks.bench.workloads import MODELS, WORKLOADS
 from pronghorn.kernels.runtime.dispatch import HOPPER, Target
 from pronghorn.kernels.runtime.work import Work
-from pronghorn.memory.ceiling import PRODUCTS, least_ms, work_of
+from pronghorn.memory.ceiling import PRODUCTS, least_ms, saved_in_fp8, work_of
 from pronghorn.memory.costs import LayerCosts, milliseconds, predicted_costs
 from pronghorn.memory.dry_run import held
 from pronghorn.memory.forecast import problem_of
@@ -95,6 +95,8 @@ def test_the_least_of_products_is_that_of_the_frozen_weights(model: str, method:
     assert products == pytest.approx(flops(workload), rel=0.06)
     found = least_ms(plan, gpu)
     assert 0 < found["attention"] < found["GEMM"] < plan.ms
+    if method != "fp8":
+        assert 0.2 < saved_in_fp8(plan, gpu, 1.0) < 1 - 752 / 1286 + 0.001
 
 
 def test_more_work_takes_longer() -> None:

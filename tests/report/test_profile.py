@@ -1,4 +1,4 @@
-"""A profile's times: what belongs to which kernel, what is idle, and what it advises. Ours and libraries' kernels have a group."""
+"""A profile's times: what belongs to which kernel, what is idle, what it advises; and the groups of kernels."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def test_a_librarys_kernel_is_known_by_words_in_its_name(name: str, group: str) 
 
 IDLE = (event("nvjet_hsh", 0, 40),)
 BUSY = (event("nvjet_hsh", 0, 100),)
-POSSIBLE = {"gpu": True, "recomputed_ms": 0.0, "fp8_saves_ms": None}
+POSSIBLE = {"gpu": True, "recomputed_ms": 0.0, "fp8_saves_ms": 0.0}
 
 
 @table(("events", "waited", "recipe", "possible", "said"), [
     (IDLE, 60e-6, {}, {}, "set data.workers: 4"),
-    (IDLE, 0.0, {"train": {"graph": "off", "capacity": 4096, "batch_tokens": 4096}}, {}, "set train.graph: \"auto\" (now \"off\")"),
+    (IDLE, 0.0, {"train": {"graph": "off", "capacity": 4096, "batch_tokens": 4096}}, {}, "set train.graph: \"auto\""),
     (IDLE, 0.0, {"train": {"capacity": 4096, "batch_tokens": 8192}}, {}, "set train.capacity: 8192 (now 4096)"),
     (BUSY, 0.0, {"memory": {"budget": "8GB"}}, {"recomputed_ms": 0.01}, "set memory.budget: \"auto\" (now \"8GB\")"),
     (BUSY, 0.0, {}, {"fp8_saves_ms": 0.02, "recomputed_ms": 0.01}, "set method: \"fp8\" (now \"lora\"): saves about 0.0 ms"),

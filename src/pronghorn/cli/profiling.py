@@ -44,9 +44,7 @@ def profile(arguments: argparse.Namespace, recipe: Recipe, importing: Callable[[
         say(arguments, {"command": line}, line)
         return
     if started_as()[1] > 1:
-        raise CommandError(
-            what="profile measures one process", why="WORLD_SIZE is set", fix="start it without torchrun or srun"
-        )
+        raise CommandError(what="profile measures one rank", why="WORLD_SIZE is set", fix="start it without torchrun or srun")
     trace_captured_kernels()
     from pronghorn.report.stages import Stages
 

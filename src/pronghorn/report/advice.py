@@ -269,7 +269,7 @@ def _recomputing(run: RunStats, facts: Mapping[str, Any]) -> Iterable[Advice]:
 
 
 def _multiplying(run: RunStats, facts: Mapping[str, Any]) -> Iterable[Advice]:
-    saved, method = (facts["fp8_saves_ms"] or 0.0) / 1000, run.recipe.get("method")
+    saved, method = facts["fp8_saves_ms"] / 1000, run.recipe.get("method")
     if saved and method in ("lora", "qlora"):
         why = "this GPU multiplies in FP8 at a higher rate; the rounding differs, so compare the held-out loss"
         yield Advice({"method": "fp8"} if method == "lora" else {"compute": "fp8"}, saved, why)

@@ -8,6 +8,7 @@ one that calls another has what the other leaves. So groups and idle time add up
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +56,7 @@ def attributed(found: Iterable[Interval]) -> dict[str, float]:
     running: list[tuple[bool, float, float, str]] = []  # the one that the instant belongs to first
     spent: Counter[str] = Counter()
     following = 0
-    for border, until in zip(borders, borders[1:], strict=False):
+    for border, until in itertools.pairwise(borders):
         while following < len(waiting) and waiting[following].start <= border:
             one = waiting[following]
             heapq.heappush(running, (not one.kernel, -one.start, one.end, one.name))

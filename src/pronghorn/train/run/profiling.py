@@ -22,8 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pronghorn.errors import CommandError, EnvironmentFault
-from pronghorn.memory.ceiling import least_ms
-from pronghorn.memory.costs import rate_of
+from pronghorn.memory.ceiling import least_ms, saved_in_fp8
 from pronghorn.memory.gpus import local_gpu
 from pronghorn.memory.levels import KEEP
 from pronghorn.memory.plan import plan_of
@@ -121,8 +120,8 @@ class _Watch:
             self._repeats -= 1
             self._begin(self._phase, step)
             return
-        spent = (after - before for after, before in zip(now, self._began, strict=True))
-        self.phases[self._phase] = Phase(self._lengths[self._phase], *spent, self._tokens)
+        seconds, waited, computed = (after - before for after, before in zip(now, self._began, strict=True))
+        self.phases[self._phase] = Phase(self._lengths[self._phase], seconds, waited, computed, self._tokens)
         following = next(self._names, None)
         if following is None:
             raise _Enough
@@ -243,11 +242,9 @@ def _measured(session: Session, watch: _Watch) -> Measured:
 def _possible(session: Session, facts: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of a step that other settings might save, for the advice."""
     memory, gpu, recipe = session.memory, local_gpu(session.device), session.recipe
-    recomputed, saved = 0.0, None
-    if memory is not None:
-        whole = plan_of(memory.plan.problem, (KEEP,) * len(memory.plan.choices), 1)
-        recomputed = _packs(session) * max(0.0, memory.plan.ms - whole.ms)
+    if memory is None:
+        return {"recomputed_ms": 0.0, "fp8_saves_ms": 0.0}
+    whole, saved = plan_of(memory.plan.problem, (KEEP,) * len(memory.plan.choices), 1), 0.0
     if gpu is not None and gpu.fp8_tflops and not recipe.fp8 and session.precision == "bf16":
-        products = sum(one["ms"] for one in facts["groups"] if one["group"] == "GEMM")
-        saved = products * (1 - rate_of("bf16", gpu) / rate_of("fp8", gpu))
-    return {"recomputed_ms": recomputed, "fp8_saves_ms": saved}
+        saved = saved_in_fp8(memory.plan, gpu, sum(one["ms"] for one in facts["groups"] if one["group"] == "GEMM"))
+    return {"recomputed_ms": _packs(session) * max(0.0, memory.plan.ms - whole.ms), "fp8_saves_ms": saved}
