@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.record import RESULTS, record, write
 
 WHAT = "`pronghorn profile`: groups of kernels, idle time and waits of whole training steps"
-STEPS_OF_DATA = 30
+STEPS_OF_DATA = 80  # all of them in the first epoch, whose last step is a shorter one
 FLOW = ("id", "ts")
 NEEDED = {"X": ("name", "ts", "dur", "pid", "tid"), "M": ("name", "args"), "s": FLOW, "t": FLOW, "f": FLOW}  # by phase
 

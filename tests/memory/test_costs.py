@@ -96,7 +96,7 @@ def test_the_least_of_products_is_that_of_the_frozen_weights(model: str, method:
     found = least_ms(plan, gpu)
     assert 0 < found["attention"] < found["GEMM"] < plan.ms
     if method != "fp8":
-        assert 0.2 < saved_in_fp8(plan, gpu, 1.0) < 1 - 752 / 1286 + 0.001
+        assert 0.1 < saved_in_fp8(plan, gpu, 1.0) < 1 - 752 / 1286 + 0.001
 
 
 def test_more_work_takes_longer() -> None:

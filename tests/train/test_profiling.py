@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from watching import Silent
 
 from benchmarks.profiled import problems_of
 from cli_parts import lines, shown, write_recipe
 from pronghorn.cli import main
-from samples import chat_rows, make_model, make_tokenizer, write_rows
+from pronghorn.report.stages import Stages
+from pronghorn.train.run.profiling import CAPTURED, _Enough, _Watch
+from samples import make_model, make_tokenizer, write_rows
 
 
 def trace_of(facts: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +78,34 @@ def test_what_cannot_be_profiled(
     assert main(["profile", str(recipe)]) == 2
 
 
+class Counting:
+    started = stopped = 0
+
+    def start(self) -> None:
+        self.started += 1
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def test_a_phase_in_which_a_graph_was_captured_is_repeated() -> None:
+    profilers: list[Counting] = []
+    watch = _Watch(4, Silent(), Stages(), torch.device("cpu"), lambda: profilers.append(Counting()) or profilers[-1])
+    captured = {"event": "notice", "text": f"{CAPTURED} for 64 tokens"}
+    # Warm-up ends with step 2, the first half with 4, the second try of the profiled phase with 12, the other half with 14.
+    with pytest.raises(_Enough):
+        for step in range(1, 100):
+            watch.handle({"event": "step", "step": step, "tokens": step})
+            if step in (1, 6):
+                watch.handle(captured)
+    assert step == 14
+    assert [(one.started, one.stopped) for one in profilers] == [(1, 1), (1, 1)]
+    assert watch.profiler is profilers[1]
+    assert [(name, one.steps, one.tokens) for name, one in watch.phases.items()] == [
+        ("warm-up", 2, 1 + 2), ("before", 2, 3 + 4), ("profiled", 4, 9 + 10 + 11 + 12), ("after", 2, 13 + 14)
+    ]  # fmt: skip
+
+
 def test_a_trace_that_perfetto_does_not_read() -> None:
     good = {"ph": "X", "name": "a", "ts": 1.5, "dur": 2, "pid": 1, "tid": "stream 7"}
     assert problems_of({"traceEvents": [good]}) == []
@@ -89,11 +121,13 @@ def test_a_trace_that_perfetto_does_not_read() -> None:
 def test_times_add_up_to_the_step(tmp_path: Path) -> None:
     """A model whose captured step takes some ten milliseconds."""
     size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16}
-    make_model(**size, num_key_value_heads=4).save_pretrained(tmp_path / "model")
+    make_model(**size, num_key_value_heads=4, max_position_embeddings=1024).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    write_rows(tmp_path / "rows.jsonl", chat_rows(2000))
+    letters = random.Random(0)  # enough rows that no epoch ends, whose last step is shorter
+    rows = [{"text": "".join(letters.choices("abcdefgh ", k=1000))} for _ in range(1300)]
+    write_rows(tmp_path / "rows.jsonl", rows)
     (tmp_path / "my.yaml").write_text(
-        "model: model\nprecision: bf16\ndata: {train: rows.jsonl, max_length: 128}\n"
+        "model: model\nprecision: bf16\ndata: {train: rows.jsonl, max_length: 1024}\n"
         "train: {batch_tokens: 16384, capacity: 8192}\noutput: runs/never\n"
     )
     words = [sys.executable, "-m", "pronghorn.cli", "profile", "my.yaml", "--json"]  # variables are set before torch comes
@@ -106,7 +140,7 @@ def test_times_add_up_to_the_step(tmp_path: Path) -> None:
     assert {"GEMM", "attention", "norm", "MLP activation", "LoRA", "loss", "optimizer", "copies"} <= groups.keys()
     assert groups.get("other", {"share": 0})["share"] < 0.02, facts["kernels"]
     assert facts["idle_ms"] >= 0
-    assert 0.3 < groups["GEMM"]["ceiling_share"] < 1.2
+    assert 0.2 < groups["GEMM"]["ceiling_share"] < 1.2
     assert facts["host"]["waits_for_gpu"] >= 1
     assert problems_of(json.loads(gzip.decompress((tmp_path / facts["trace"]).read_bytes()))) == []
     assert not (tmp_path / "runs").exists()
