@@ -93,12 +93,12 @@ def test_a_phase_in_which_a_graph_was_captured_is_repeated() -> None:
     watch = _Watch(4, Silent(), Stages(), torch.device("cpu"), lambda: profilers.append(Counting()) or profilers[-1])
     captured = {"event": "notice", "text": f"{CAPTURED} for 64 tokens"}
     # Warm-up ends with step 2, the first half with 4, the second try of the profiled phase with 12, the other half with 14.
+    for step in range(1, 14):
+        watch.handle({"event": "step", "step": step, "tokens": step})
+        if step in (1, 6):
+            watch.handle(captured)
     with pytest.raises(_Enough):
-        for step in range(1, 100):
-            watch.handle({"event": "step", "step": step, "tokens": step})
-            if step in (1, 6):
-                watch.handle(captured)
-    assert step == 14
+        watch.handle({"event": "step", "step": 14, "tokens": 14})
     assert [(one.started, one.stopped) for one in profilers] == [(1, 1), (1, 1)]
     assert watch.profiler is profilers[1]
     assert [(name, one.steps, one.tokens) for name, one in watch.phases.items()] == [
