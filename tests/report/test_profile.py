@@ -11,10 +11,11 @@ import pytest
 from synthetic_run import RECIPE, synthetic_events
 
 import pronghorn.kernels
+from benchmarks.profiled import overlapping
 from pronghorn.kernels.runtime.compile_ahead import Kernel
 from pronghorn.report import advice as rules
 from pronghorn.report.kernel_groups import OTHER, group_of
-from pronghorn.report.profile import Measured, advice, figures
+from pronghorn.report.profile import Measured, advice, figures, side_by_side
 from pronghorn.report.run_stats import run_stats
 from tables import table
 
@@ -53,6 +54,14 @@ def test_every_instant_belongs_to_one_kernel_or_is_idle() -> None:
     assert facts["host"] == pytest.approx(
         {"computes_ms": 0.001, "waits_for_gpu_ms": 0.040, "waits_for_gpu": 0.5, "waits_for_data_ms": 0.002}
     )
+
+
+def test_kernels_that_overlap_on_a_stream_have_tracks_of_their_own() -> None:
+    trace = {"traceEvents": [event("c", 20, 40), event("a", 0, 10), event("b", 5, 25), event("d", 24, 30)]}
+    assert overlapping(trace["traceEvents"])
+    side_by_side(trace)
+    assert overlapping(trace["traceEvents"]) == []
+    assert {one["name"]: one["tid"] for one in trace["traceEvents"]} == {"a": 7, "b": 1007, "c": 7, "d": 2007}
 
 
 def test_an_operator_has_what_those_that_it_calls_leave() -> None:

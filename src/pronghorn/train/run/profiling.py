@@ -28,7 +28,7 @@ from pronghorn.memory.levels import KEEP
 from pronghorn.memory.plan import plan_of
 from pronghorn.model.load import pick_device
 from pronghorn.recipe import Recipe
-from pronghorn.report.profile import WAITING, Measured, advice, figures
+from pronghorn.report.profile import WAITING, Measured, advice, figures, side_by_side
 from pronghorn.report.run_log import RunLog, read_log
 from pronghorn.report.run_stats import run_stats
 from pronghorn.report.stages import Stages
@@ -215,7 +215,9 @@ def _trace(profiler: Any, file: Path) -> dict[str, Any]:
     profiler.export_chrome_trace(str(file))
     trace: dict[str, Any] = json.loads(file.read_bytes(), parse_constant=lambda _: None)  # JSON has no NaN
     trace.pop("host_name", None)  # traces are passed on
-    return trace
+    side_by_side(trace)
+    unit, events = trace.pop("displayTimeUnit", "ms"), trace.pop("traceEvents")
+    return {"displayTimeUnit": unit, "traceEvents": events, **trace}  # older importers stop at a key they do not know
 
 
 def _packs(session: Session) -> int:
