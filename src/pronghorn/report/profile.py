@@ -50,8 +50,8 @@ def intervals(trace: Mapping[str, Any]) -> list[Interval]:
 
 
 def side_by_side(trace: Mapping[str, Any]) -> None:
-    """Gives a kernel that begins before the one before it on its stream has ended a track beside (1007 for 7): Perfetto drops it
-    otherwise."""
+    """Gives a kernel that begins before the one before it on its stream has ended a track beside (1007 for 7): Perfetto would
+    drop it."""
     ends: dict[tuple[Any, Any], list[float]] = {}
     ran = [one for one in trace["traceEvents"] if one.get("ph") == "X" and one.get("cat") in ("kernel", *COPIES)]
     for event in sorted(ran, key=lambda event: float(event["ts"])):
@@ -148,7 +148,7 @@ def table(facts: Mapping[str, Any]) -> RenderableType:
     """For a terminal."""
     gpu = facts["gpu"]
     idle = "GPU idle" if gpu else "between operators"
-    shown = Table("kernels of" if gpu else "operators of", *(("ms", "share", "of ceiling", "launches")), box=None)
+    shown = Table("group", *(("ms", "share", "of ceiling", "launches")), box=None)
     for column in shown.columns[1:]:
         column.justify = "right"
     for one in facts["groups"]:
