@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pronghorn.cli.output import STARTING, displaying, say, show
+from pronghorn.cli.starting import own_code
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.process import started_as, trace_captured_kernels
 from pronghorn.program import command
@@ -56,7 +57,8 @@ def profile(arguments: argparse.Namespace, recipe: Recipe, importing: Callable[[
             from pronghorn.report.profile import table
             from pronghorn.train.run.profiling import profile_run
         display.progress(STARTING, 1, 1)
-        facts, trace = profile_run(recipe, steps, display=display, stages=stages, marks=arguments.range)
+        marks, files = arguments.range, own_code(arguments)
+        facts, trace = profile_run(recipe, steps, display=display, stages=stages, marks=marks, **files)
     if trace is None:
         told = facts["phases"]["profiled"]
         say(arguments, facts, f"marked {told['steps']} steps, {told['ms']:,.2f} ms each")

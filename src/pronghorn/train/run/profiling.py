@@ -138,8 +138,11 @@ class _Watch:
         return time.perf_counter(), self._stages.seconds[WAITING], time.thread_time()
 
 
-def profile_run(recipe: Recipe, steps: int, *, display: Display, stages: Stages, marks: bool = False) -> tuple[Any, Any]:
-    """(figures for people and machines, the trace). `marks`: no trace; the steps are marked for another profiler."""
+def profile_run(
+    recipe: Recipe, steps: int, *, display: Display, stages: Stages, marks: bool = False, **files: Path | None
+) -> tuple[Any, Any]:
+    """(figures for people and machines, the trace). `marks`: no trace; the steps are marked for another profiler. `files`:
+    code of the user's, which runs (`train`)."""
     device = pick_device()
     if marks and device.type != "cuda":
         raise CommandError(what="--range needs an NVIDIA GPU", fix="remove --range: on a CPU, operators are profiled")
@@ -154,7 +157,7 @@ def profile_run(recipe: Recipe, steps: int, *, display: Display, stages: Stages,
         recipe = _without_files(recipe, folder, watch.longest)
         try:
             with stages("load"), main_memory(recipe, lambda: "before the first step"):
-                session = set_up(recipe, folder, report=display.progress, stage=stages)
+                session = set_up(recipe, folder, report=display.progress, stage=stages, **files)
             with suppress(_Enough), RunLog(folder, listeners=(watch.handle,)) as log:
                 Run(session, folder, log, stages, watch).go(StopRequest(quiet=True))  # not entered: Ctrl-C ends at once
             facts = _facts(session, watch)
