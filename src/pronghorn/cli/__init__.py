@@ -162,9 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluating.own_metric(one)
     starting.own_rewards(one)
 
-    one = with_recipe(verb("profile", profile, profiling.TEXT))
-    profiling.options(one)
-    starting.own_rewards(one)
+    profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pronghorn.cli.output import STARTING, displaying, say, show
-from pronghorn.cli.starting import own_code
+from pronghorn.cli.starting import own_code, own_rewards
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.process import started_as, trace_captured_kernels
 from pronghorn.program import command
@@ -29,6 +29,7 @@ def options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "-o", "--output", type=Path, default=Path("profile"), metavar="FOLDER", help="folder to write to (default: %(default)s)"
     )
+    own_rewards(one)
     nsight = one.add_mutually_exclusive_group()
     nsight.add_argument("--nsys", action="store_true", help="print the command that profiles with Nsight Systems, and end")
     nsight.add_argument("--range", action="store_true", help="mark the steps for Nsight Systems, and write nothing")

@@ -139,10 +139,17 @@ class _Watch:
 
 
 def profile_run(
-    recipe: Recipe, steps: int, *, display: Display, stages: Stages, marks: bool = False, **files: Path | None
+    recipe: Recipe,
+    steps: int,
+    *,
+    display: Display,
+    stages: Stages,
+    marks: bool = False,
+    reward_file: Path | None = None,
+    episode_file: Path | None = None,
 ) -> tuple[Any, Any]:
-    """(figures for people and machines, the trace). `marks`: no trace; the steps are marked for another profiler. `files`:
-    code of the user's, which runs (`train`)."""
+    """(figures for people and machines, the trace). `marks`: no trace; the steps are marked for another profiler. Both files:
+    code of the user's, which runs."""
     device = pick_device()
     if marks and device.type != "cuda":
         raise CommandError(what="--range needs an NVIDIA GPU", fix="remove --range: on a CPU, operators are profiled")
@@ -157,7 +164,9 @@ def profile_run(
         recipe = _without_files(recipe, folder, watch.longest)
         try:
             with stages("load"), main_memory(recipe, lambda: "before the first step"):
-                session = set_up(recipe, folder, report=display.progress, stage=stages, **files)
+                session = set_up(
+                    recipe, folder, report=display.progress, stage=stages, reward_file=reward_file, episode_file=episode_file
+                )
             with suppress(_Enough), RunLog(folder, listeners=(watch.handle,)) as log:
                 Run(session, folder, log, stages, watch).go(StopRequest(quiet=True))  # not entered: Ctrl-C ends at once
             facts = _facts(session, watch)
