@@ -13,7 +13,6 @@ import argparse
 import gc
 import gzip
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from benchmarks.bench.weights import make_model_folder
 from benchmarks.bench.workloads import WORKLOADS
 from benchmarks.record import record, write
-from pronghorn.process import set_defaults
+from pronghorn.process import set_defaults, trace_captured_kernels
 
 ROOT = Path(__file__).parent.parent
 CASES = {"layer": 1, "gate_up": 2}  # what is computed again -> every so many layers offload
@@ -199,7 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     set_defaults()
-    os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}  # as benchmarks/pipeline.py tells
+    trace_captured_kernels()
     make_model_folder(WORKLOADS[options.workload].model)
     import torch
 

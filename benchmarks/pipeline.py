@@ -1,27 +1,25 @@
 """The real command on real data, end to end: how busy the GPU is, what the host spends, what checkpoints cost.
 
-    python -m benchmarks.pipeline recipe.yaml [--model FOLDER] [key=value ...] [--trace FILE.json.gz] [--out FILE]
+    python -m benchmarks.pipeline recipe.yaml [--model FOLDER] [key=value ...] [--out FILE]
 
-Trains the recipe three times for a hundred steps, each time in a fresh process and folder: under torch.profiler (device
-activities only), plainly, and with a checkpoint every ten steps. The first run also fills the caches of data and compiled
-kernels, so the time to the first step of the second one is that of a command given again. Without evaluation. Prints one JSON
-line; what needs a GPU is null without one.
+Runs the recipe three times, each time in a fresh process and folder: `pronghorn profile`, then a hundred steps plainly, and
+with a checkpoint every ten steps. The first run also fills the caches of data and compiled kernels, so the time to the first
+step of the second one is that of a command given again. Without evaluation. Prints one JSON line; what needs a GPU is null
+without one.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.profiled import of_recipe
 from benchmarks.record import record, write
 from pronghorn.process import set_defaults
 from pronghorn.report.stages import process_age
@@ -30,15 +28,16 @@ WHAT = "`pronghorn train` on real data: how busy the GPU is, what the host spend
 BEGAN = time.time() - process_age()
 FIRST, LAST = 20, 100  # measured from the end of the one to the end of the other
 AFTER = 5  # steps after the last one, so that the end of the run is not in it
-RUNS = ("profiled", "plain", "checkpoints")
+RUNS = ("plain", "checkpoints")
+PROFILED = 80  # steps
 CHECKPOINT_EVERY = 10
 
 
 class Watch:
-    """The run's display: looks at clocks at two steps, and switches the profiler on and off."""
+    """The run's display: looks at clocks at two steps."""
 
-    def __init__(self, first: int, last: int, profiler: Any) -> None:
-        self.first, self.last, self.profiler = first, last, profiler
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
         self.first_step: float | None = None  # seconds from the start of the process
         self.tokens = 0
         self.at: dict[int, tuple[float, float, float]] = {}  # wall, this thread's CPU time, the whole process's
@@ -56,17 +55,8 @@ class Watch:
             self.first_step = time.time() - BEGAN
         if self.first < step <= self.last:
             self.tokens += event["tokens"]
-        if step == self.last:
-            self._look(step)
-        if self.profiler is not None and step == self.first:
-            self.profiler.start()
-        if self.profiler is not None and step == self.last:
-            self.profiler.stop()
-        if step == self.first:
-            self._look(step)
-
-    def _look(self, step: int) -> None:
-        self.at[step] = (time.perf_counter(), time.thread_time(), time.process_time())
+        if step in (self.first, self.last):
+            self.at[step] = (time.perf_counter(), time.thread_time(), time.process_time())
 
     def progress(self, label: str, done: int, total: int) -> None:
         """Not needed here."""
@@ -88,10 +78,6 @@ class Watch:
 def one_run(options: argparse.Namespace) -> dict[str, Any]:
     """In this process, as `pronghorn train` does it."""
     set_defaults()
-    if options.only == "profiled":
-        # The profiler's library stays loaded from before the first capture on: unloaded and loaded again, it does not get on
-        # with CUDA graphs (torch sets the same for its own graphs).
-        os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
     import torch
 
     from pronghorn.recipe_file import load_recipe
@@ -99,14 +85,7 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
 
     recipe = load_recipe(options.recipe, options.overrides)
     every = CHECKPOINT_EVERY if options.only == "checkpoints" else options.last + 2 * AFTER
-    profiler = None
-    if options.only == "profiled" and torch.cuda.is_available():
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]):  # the first start takes seconds: here, not between two steps
-            torch.zeros(1, device="cuda")
-        profiler = profile(activities=[ProfilerActivity.CUDA])
-    watch = Watch(options.first, options.last, profiler)
+    watch = Watch(options.first, options.last)
     with tempfile.TemporaryDirectory(prefix="pronghorn-pipeline-") as folder:
         train(
             recipe.model_copy(
@@ -121,44 +100,15 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
             display=watch,
         )
         figures = watch.figures()
-        if profiler is not None:
-            trace = options.trace or Path(folder) / "trace.json.gz"
-            profiler.export_chrome_trace(str(trace))
-            figures |= busy(trace)
     if torch.cuda.is_available():
         figures["hardware"] = torch.cuda.get_device_name()
         figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return figures
 
 
-def busy(trace: Path) -> dict[str, Any]:
-    """Share of the time between the first kernel and the last in which some kernel ran (and: in which anything ran)."""
-    content = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
-    events = [e for e in json.loads(content)["traceEvents"] if e.get("ph") == "X"]
-    kernels = [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e.get("cat") == "kernel"]
-    copies = [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if str(e.get("cat")).startswith("gpu_mem")]
-    if not kernels:
-        return {"gpu_busy_share": None, "why": "the trace has no kernels"}
-    window = max(end for _, end in kernels) - min(start for start, _ in kernels)
-    return {
-        "gpu_busy_share": union(kernels) / window,
-        "gpu_busy_share_with_copies": union([*kernels, *copies]) / window,
-        "window_seconds": window / 1e6,
-        "kernels": len(kernels),
-    }
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length covered by at least one interval."""
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        if end > reached:
-            covered += end - max(start, reached)
-            reached = end
-    return covered
-
-
 def all_runs(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="pronghorn-pipeline-") as folder:
+        profiled = of_recipe(options.recipe, options.overrides, PROFILED, Path(folder))
     runs = {}
     for name in RUNS:
         words = [
@@ -174,7 +124,6 @@ def all_runs(options: argparse.Namespace) -> dict[str, Any]:
             "--last",
             str(options.last),
         ]
-        words += ["--trace", str(options.trace)] if options.trace else []
         print(f"{name} ...", file=sys.stderr, flush=True)
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
         told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -184,7 +133,7 @@ def all_runs(options: argparse.Namespace) -> dict[str, Any]:
     plain, saving = runs["plain"], runs["checkpoints"]
     figures = {
         "steps": [options.first, options.last],
-        "gpu_busy_share": runs["profiled"].get("gpu_busy_share"),
+        "gpu_busy_share": 1 - profiled["idle_share"] if profiled["gpu"] else None,
         "main_thread_share": plain["main_thread_share"],
         "process_share": plain["process_share"],
         "seconds_to_first_step": plain["seconds_to_first_step"],
@@ -206,7 +155,6 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--model", help="a model folder, instead of the recipe's")
-    parser.add_argument("--trace", type=Path, help="keep the profiler's trace here (.json.gz)")
     parser.add_argument("--out", type=Path, help="where the JSON goes, too")
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--last", type=int, default=LAST)

@@ -275,6 +275,7 @@ WRITERS = {
     "dist/folder_store.py": "the ranks' own folder",
     "loop.py": "world.writes",
     "checkpoint/resume.py": "writer_first",
+    "run/profiling.py": "a command of its own",
     "run/run_events.py": "world.writes",
     "run/row_losses.py": "on_writer",
     "run/run_evaluation.py": "a command of its own",

@@ -41,6 +41,13 @@ def set_defaults() -> None:
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 
+def trace_captured_kernels() -> None:
+    """The profiler's library stays loaded from before the first capture on: unloaded and loaded again, it does not get on with
+    CUDA graphs (torch sets the same for its own graphs). Before torch is imported."""
+    os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells standard error when it starts and stops
+
+
 def started_as() -> tuple[int, int]:
     """(rank, ranks) as torchrun, Kubernetes' PyTorchJob or Slurm's srun started this process; (0, 1): alone."""
     _name_as_torch_does()

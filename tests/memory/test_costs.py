@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.bench.ceiling import flops
 from benchmarks.bench.workloads import MODELS, WORKLOADS
 from pronghorn.kernels.runtime.dispatch import HOPPER, Target
 from pronghorn.kernels.runtime.work import Work
+from pronghorn.memory.ceiling import PRODUCTS, least_ms, saved_in_fp8, work_of
 from pronghorn.memory.costs import LayerCosts, milliseconds, predicted_costs
 from pronghorn.memory.dry_run import held
 from pronghorn.memory.forecast import problem_of
@@ -78,9 +80,23 @@ def test_our_own_attention_over_documents_that_are_not_short_is_foretold(model: 
     less."""
     job = job_of(model, attended=length, documents=16384 // length, target=Target(HOPPER))
     found = held(job, "nothing")
-    flops = [(found.forward_work, "short_forward"), (found.backward_work, "short_backward")]
-    alone = sum(milliseconds(Work(Counter({unit: work.flops[unit]})), GPUS["h200"]) for work, unit in flops)
+    ways = [(found.forward_work, "short_forward"), (found.backward_work, "short_backward")]
+    alone = sum(milliseconds(Work(Counter({unit: work.flops[unit]})), GPUS["h200"]) for work, unit in ways)
     assert alone == pytest.approx(measured, rel=0.25)
+
+
+@table(("model", "method"), [("llama-1b", "lora"), ("llama-8b", "fp8"), ("qwen3-30b-a3b-4layers", "lora")])
+def test_the_least_of_products_is_that_of_the_frozen_weights(model: str, method: str) -> None:
+    """4 operations for each frozen weight and token, as the benchmark's ceiling counts them; and those of adapters, few %."""
+    workload = next(one for one in WORKLOADS.values() if (one.model, one.ours or one.method) == (model, method))
+    job, gpu = job_measured(workload.name), GPUS["h200"]
+    plan = plan_of(problem_of(job, predicted_costs(job, gpu), gpu.memory, 0), (KEEP,) * job.shape.layers, 1)
+    products = sum(flops for unit, flops in work_of(plan).flops.items() if unit in PRODUCTS)
+    assert products == pytest.approx(flops(workload), rel=0.06)
+    found = least_ms(plan, gpu)
+    assert 0 < found["attention"] < found["GEMM"] < plan.ms
+    if method != "fp8":
+        assert 0.1 < saved_in_fp8(plan, gpu, 1.0) < 1 - 752 / 1286 + 0.001
 
 
 def test_more_work_takes_longer() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import auditing, evaluating, exporting, planning, run_script, serving, starting
+from pronghorn.cli import auditing, evaluating, exporting, planning, profiling, run_script, serving, starting
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -162,6 +162,8 @@ def build_parser() -> argparse.ArgumentParser:
     evaluating.own_metric(one)
     starting.own_rewards(one)
 
+    profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
+
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
         one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
@@ -285,6 +287,10 @@ def train(arguments: argparse.Namespace) -> None:
             )
     if not arguments.json and rank == 0:
         _show_summary(result.folder, answers=recipe.objective.kind.answers)
+
+
+def profile(arguments: argparse.Namespace) -> None:
+    profiling.profile(arguments, _recipe(arguments), _importing)
 
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:

@@ -71,12 +71,14 @@ class Costs:
         return replace(self, kinds=kinds, rest=share * self.rest)
 
 
-def milliseconds(work: Work, gpu: Gpu) -> float:
-    def rate(unit: str) -> float:
-        share = CEILINGS.get(unit, CEILINGS["flash2_backward"])  # flex attention and plain torch
-        return share * (gpu.fp8_tflops if "fp8" in unit else gpu.bf16_tflops) * 1e9
+def rate_of(unit: str, gpu: Gpu) -> float:
+    """Operations a millisecond."""
+    share = CEILINGS.get(unit, CEILINGS["flash2_backward"])  # flex attention and plain torch
+    return share * (gpu.fp8_tflops if "fp8" in unit else gpu.bf16_tflops) * 1e9
 
-    computed = sum(flops / rate(unit) for unit, flops in work.flops.items())
+
+def milliseconds(work: Work, gpu: Gpu) -> float:
+    computed = sum(flops / rate_of(unit, gpu) for unit, flops in work.flops.items())
     return computed + work.bytes / (gpu.bandwidth_gbs * BANDWIDTH * 1e6) + work.launches * LAUNCH_MS
 
 

@@ -1,4 +1,4 @@
-"""What to change for the next run, by the seconds that it saves: estimated from where the time of this one went.
+"""What to change for the next run, by the seconds that it saves: estimated from where the time of this one went, or of a step.
 
 Each rule looks at one thing and names recipe keys with new values. A suggestion is shown only if it saves enough, and if the
 recipe with these values is a valid one.
@@ -24,6 +24,7 @@ from pronghorn.report.run_stats import TRAINING, RunStats
 WORTH_SHARE, WORTH_SECONDS = 0.10, 10.0  # of the wall-clock; less than either is not worth a change
 MOST = 3  # suggestions that are shown
 EVALUATED = 0.10  # of the time: evaluation is made rarer until it takes no more
+WORTH_OF_A_STEP = 0.03  # of a profiled step
 FEWEST_EVALUATIONS, FEWEST_ANSWERS, FEWEST_HELD_OUT, FEWEST_STEPS = 4, 10, 100, 200
 
 
@@ -43,9 +44,23 @@ def advise(run: RunStats) -> tuple[Advice, ...]:
     kept: dict[tuple[str, ...], Advice] = {}
     for one in found:
         if one.seconds >= worth and tuple(one.settings) not in kept and is_valid(run, one.settings):
-            change = f"set {', '.join(_changed(run.recipe, key, value) for key, value in one.settings.items())}"
-            kept[tuple(one.settings)] = replace(one, change=change)
+            kept[tuple(one.settings)] = _told(run, one)
     return tuple(kept.values())[:MOST]
+
+
+def _told(run: RunStats, one: Advice) -> Advice:
+    return replace(one, change=f"set {', '.join(_changed(run.recipe, key, value) for key, value in one.settings.items())}")
+
+
+def advise_step(run: RunStats, facts: Mapping[str, Any]) -> Advice | None:
+    """The largest saving of a profiled step (profile.py): of what computes the same, else of what trains differently. `run`:
+    the profiled one, with the stages of one step."""
+    worth = WORTH_OF_A_STEP * facts["step_ms"] / 1000
+    for rules in (SAME_NUMBERS, OTHER_NUMBERS):
+        found = (one for rule in rules for one in rule(run, facts) if one.seconds >= worth and is_valid(run, one.settings))
+        if best := max(found, key=lambda one: one.seconds, default=None):
+            return _told(run, best)
+    return None
 
 
 def saving(seconds: float, total: float) -> str:
@@ -90,7 +105,7 @@ def changed(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
 
 def _changed(recipe: dict[str, Any], key: str, value: object) -> str:
     section, _, name = key.partition(".")
-    now = _setting(recipe, section, name)
+    now = _setting(recipe, section, name) if name else recipe.get(section)
     return f"{key}: {_yaml(value)}" + ("" if now is None or isinstance(now, dict) else f" (now {_yaml(now)})")
 
 
@@ -232,6 +247,41 @@ def _too_long(run: RunStats) -> Iterable[Advice]:
         yield Advice({"eval.stop": value}, spent * max(0, steps) / run.step, why)
 
 
+# ---- rules for a profiled step ----
+
+
+def _launching(run: RunStats, facts: Mapping[str, Any]) -> Iterable[Advice]:
+    """Idle time of the GPU, in which nothing waited for data."""
+    idle = facts["idle_ms"] - facts["host"]["waits_for_data_ms"] if facts["gpu"] else 0.0
+    why = f"the GPU was idle {number_format.percent(idle / facts['step_ms'])} of the step, waiting for the host"
+    if _setting(run.recipe, "train", "graph") == "off":
+        yield Advice({"train.graph": "auto"}, idle / 1000, why)
+    capacity, tokens = (_setting(run.recipe, "train", key) for key in ("capacity", "batch_tokens"))
+    if isinstance(capacity, int) and isinstance(tokens, int) and tokens >= 2 * capacity and run.room_for_larger_packs:
+        why += "; larger packs need half as many launches, and more memory"
+        yield Advice({"train.capacity": 2 * capacity}, idle / 2000, why)
+
+
+def _recomputing(run: RunStats, facts: Mapping[str, Any]) -> Iterable[Advice]:
+    if _setting(run.recipe, "memory", "budget") not in (None, "auto") and (spent := facts["recomputed_ms"]):
+        why = "activations are computed again or offloaded to stay within memory.budget; auto takes all of the GPU's memory"
+        yield Advice({"memory.budget": "auto"}, spent / 1000, why)
+
+
+def _multiplying(run: RunStats, facts: Mapping[str, Any]) -> Iterable[Advice]:
+    saved, method = facts["fp8_saves_ms"] / 1000, run.recipe.get("method")
+    if saved and method in ("lora", "qlora"):
+        why = "this GPU multiplies in FP8 at a higher rate; the rounding differs, so compare the held-out loss"
+        yield Advice({"method": "fp8"} if method == "lora" else {"compute": "fp8"}, saved, why)
+
+
+SAME_NUMBERS: tuple[Callable[[RunStats, Mapping[str, Any]], Iterable[Advice]], ...] = (
+    lambda run, _: _waiting(run),
+    lambda run, _: _packing(run),
+    _launching,
+    _recomputing,
+)
+OTHER_NUMBERS = (_multiplying,)
 RULES: tuple[Callable[[RunStats], Iterable[Advice]], ...] = (
     _evaluating,
     _answering,

@@ -32,6 +32,11 @@ _elsewhere: list[Callable[[Kernel, partial[Any], dict[str, Any]], Any]] = []  # 
 class Kernel(triton.JITFunction):  # type: ignore[misc]
     """The result of `dispatch.jit`: launched as `kernel[grid](...)`."""
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Profilers show it as `pronghorn__norm__rms_norm__forward_kernel`: many are called `_forward_kernel`."""
+        place = function.__module__.replace("pronghorn.kernels.", "pronghorn.").replace(".", "__")
+        super().__init__(function, repr=lambda _: f"{place}__{function.__name__.lstrip('_')}")
+
     def run(self, *args: object, grid: object, warmup: bool, **kwargs: object) -> Any:
         kwargs.setdefault("enable_fp_fusion", True)  # the default today, which Triton 3.10 is to change; nf4.py asks for False
         if _elsewhere:
