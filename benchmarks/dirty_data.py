@@ -1,9 +1,9 @@
 """Training rows with planted defects, for hours.py: hotel requests and GSM8K, clean and dirty, each defect in a file of tags.
 
-A dirty set is a clean one with, in shares of its rows: 30 % copies, 20 % near copies (names, casing, spacing, order of sentences),
-3 % held-out rows (at most half of them), 10 % wrong answers (half are another row's, half have one number changed), and rows of
-another task with 25 % of its tokens. No method reads the tags: they judge the audit, and one arm leaves out by them what should
-be left out.
+A dirty set is a clean one with, in shares of its rows: 30 % copies, 20 % near copies (names, casing, spacing, order of
+sentences), 3 % held-out rows (at most half of them), 10 % wrong answers (half are another row's, half have one number changed),
+and rows of other tasks with 25 % of its tokens. No method reads the tags: they judge the audit, and one arm leaves out by them
+what should be left out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ COPIES, NEAR_COPIES, LEAKS, WRONG, OFF_TASK = 0.3, 0.2, 0.03, 0.1, 0.25
 LONGEST_OFF_TASK = 512  # tokens
 OTHER_TASKS = ("oasst1_threads.jsonl", "chitchat.jsonl", "sgd_dialogues.jsonl")
 NAMES = ("Maria", "Tobias", "Leila", "Kenji", "Amara", "Piotr", "Ines", "Ravi", "Greta", "Omar", "Yuki", "Lars")
-# What the audit calls what was planted: copies and near copies are one thing, for what only differs in casing is a copy to some.
-OF_TAG = {"copy": "copies", "near copy": "copies", "leak": "leaks", "wrong answer": "wrong answers", "off task": "off-task rows"}
-OF_REASON = {"copy": "copies", "near copy": "copies", "leak": "leaks"}  # a reason of its own is a row here
+# Copies and near copies are one thing: what only differs in casing is a copy to some.
+OF_REASON = {"copy": "copies", "near copy": "copies", "leak": "leaks"}  # of the audit
+OF_TAG = {**OF_REASON, "wrong answer": "wrong answers", "off task": "off-task rows"}
 
 Row = dict[str, Any]
 Tag = dict[str, Any]  # kind, how, and the number of its family: rows that are one row
@@ -70,7 +70,7 @@ def one_number_changed(answer: str, chance: random.Random) -> str | None:
     return answer[: one.start()] + other + answer[one.end() :]
 
 
-# ---- clean rows ------------------------------------------------------------------------------------------------------------------
+# ---- clean rows --------------------------------------------------------------------------------------------------------------
 
 
 def clean_rows(name: str, texts: Path, count: int, held_out: Sequence[int]) -> list[list[Row]]:
@@ -116,7 +116,7 @@ def length(tokenizer: Any, messages: Sequence[dict[str, str]]) -> int:
     return len(applied(tokenizer, list(messages)))
 
 
-# ---- dirty ones ------------------------------------------------------------------------------------------------------------------
+# ---- dirty ones --------------------------------------------------------------------------------------------------------------
 
 
 def dirty_rows(clean: Sequence[Row], dev: Sequence[Row], texts: Path, tokenizer: Any, seed: int) -> list[tuple[Row, Tag]]:
@@ -130,7 +130,7 @@ def dirty_rows(clean: Sequence[Row], dev: Sequence[Row], texts: Path, tokenizer:
         if number in wrong:
             changed = one_number_changed(answer, chance) if len(found) % 2 else None
             how = "one number changed" if changed else "another row's answer"
-            rows[number] = (ask, changed or rows[chance.choice([i for i in (number - 1, number - 2)])][1], system)
+            rows[number] = (ask, changed or rows[number - chance.randint(1, 2)][1], system)
         found.append((row(*rows[number]), {"kind": "wrong answer" if how else "", "how": how, "family": number}))
     for number in chance.choices(range(count), k=round(COPIES * count)):
         found.append((row(*rows[number]), {"kind": "copy", "how": "exact", "family": number}))

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pronghorn.data.encode.tokens import padding_id
+from pronghorn.data.encode.tokens import TokenizerFiles, padding_id
 from pronghorn.data.prepare import prepare
 from pronghorn.evaluation.held_out import HeldOut
 from pronghorn.model.lora import restore_adapter
@@ -49,16 +49,14 @@ def trained(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     assert all(step["grad_norm"] > 0 for step in steps), "a step had no gradient"
     step_seconds = len(steps) * median(step["seconds"] for step in steps)
     eval_seconds = len(looks) * median(look["seconds"] for look in looks)
-    said = recipe.train
+    said, dev = recipe.train, prepare((str(recipe.data.eval),), recipe.data, TokenizerFiles(recipe.model, recipe.data)).tokens
     return {
         "batch": said.batch_tokens, "lr": said.lr, "planned_steps": start["steps"], "steps": len(steps),
-        "tokens": sum(step["tokens"] for step in steps), "looks": len(looks),
+        "tokens": sum(step["tokens"] for step in steps), "looks": len(looks), "dev_tokens": int(dev.lengths.sum()),
         "seconds": step_seconds + eval_seconds, "step_seconds": step_seconds, "eval_seconds": eval_seconds,
         "held_seconds": held, "stages": {name: round(spent, 3) for name, spent in stages.seconds.items() if spent > 0.001},
         "reason": result.reason, "why": result.why, "best_step": result.best_step,
         "dev_loss": min(look["loss"] for look in looks), "curve": [[look["step"], round(look["loss"], 5)] for look in looks],
-        "select": values["data"].get("select") if isinstance(values["data"].get("select"), dict) else None,
-        "eval_rows": start["eval_documents"],
     }  # fmt: skip
 
 
@@ -70,7 +68,7 @@ class Judge:
         self.model, self.tokenizer, self.device = loaded
         recipe = TrainedRun(run, "best").recipe
         self.table = prepare((str(final),), recipe.data, self.tokenizer).tokens
-        spec = Eval(metrics=("exact_match",), samples=max(1, answers))
+        spec = Eval(metrics=("exact_match",), samples=max(1, answers), generations=0)
         self.held_out = HeldOut.of(self.table, self.tokenizer, spec) if answers else None
 
     @staticmethod
