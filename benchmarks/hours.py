@@ -14,7 +14,6 @@ whose graphs are captured. `held_seconds` is the whole run. Tokens trained and e
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shutil
@@ -155,7 +154,6 @@ class Bench:
                 self.judges[final] = Judge(self.judges["model"], self.work / final / "final.jsonl", folder, exact)
             row |= self.judges[final](folder)
         self.add(row)
-        gc.collect()
 
     # ---- data ----------------------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import torch
 
 from pronghorn.data.encode.tokens import TokenizerFiles, padding_id
 from pronghorn.data.prepare import prepare
@@ -45,6 +48,9 @@ def trained(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     stages = Stages(began)
     result = train(recipe, display=events, stages=stages)
     held = time.monotonic() - began
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the next run plans by what is free
     steps, looks, (start,) = events.of("step"), events.of("eval"), events.of("start")
     assert all(step["grad_norm"] > 0 for step in steps), "a step had no gradient"
     step_seconds = len(steps) * median(step["seconds"] for step in steps)
