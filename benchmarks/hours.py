@@ -231,9 +231,10 @@ def nested(flat: Mapping[str, Any]) -> Values:
 def arms(bench: Bench) -> None:
     options = bench.options
     for case in options.data:
-        for seed in options.seeds:
+        for seed in options.seeds if case in DIRTY else [1]:
             bench.prepare(case, seed)
     if options.what == "prepare":
+        sets_of_defaults(bench)
         return
     for name in dict.fromkeys(case.partition("-")[0] for case in options.data):
         bench.prepare(f"{name}-clean", 1)
@@ -256,22 +257,31 @@ def arms(bench: Bench) -> None:
                     bench.run(key, recipe, final=case.partition("-")[0])
 
 
-def defaults(bench: Bench) -> None:
-    """Each size of a step with each rate, over the same tokens, once: a small set and a larger one of two tasks."""
+def sets_of_defaults(bench: Bench) -> list[Path]:
+    """A small set and a larger one of two tasks."""
     from benchmarks import dirty_data as data
 
-    options = bench.options
+    options, found = bench.options, []
     held = [options.held_out or size for size in (DEV, FINAL, MORE)]
     sets = {"small": {"gsm8k": options.rows or 2300}, "large": dict.fromkeys(("gsm8k", "hotel"), options.rows or 4000)}
     for name, counts in sets.items():
-        folder = bench.work / f"defaults-{name}"
+        found.append(bench.work / f"defaults-{name}")
+        if (found[-1] / "more.jsonl").exists():
+            continue
         parts = [data.clean_rows(task, options.texts, count, held) for task, count in counts.items()]
         for file, part in (("train", 0), ("more", 3)):
-            data.write_rows(folder / f"{file}.jsonl", [row for rows in parts for row in rows[part]])
+            data.write_rows(found[-1] / f"{file}.jsonl", [row for rows in parts for row in rows[part]])
+    return found
+
+
+def defaults(bench: Bench) -> None:
+    """Each size of a step with each rate, over the same tokens, once."""
+    options = bench.options
+    for folder in sets_of_defaults(bench):
         for lr in options.rates:
             for batch in options.sizes:
                 files = {"data.train": str(folder / "train.jsonl"), "data.eval": str(folder / "more.jsonl"), "train.epochs": 1}
-                key = {"part": "defaults", "data": name, "batch": batch, "lr": lr}
+                key = {"part": "defaults", "data": folder.name.removeprefix("defaults-"), "batch": batch, "lr": lr}
                 bench.run(key, lambda of=key, files=files: nested(bench.recipe("hotel-clean", 1, of, files)))
 
 
@@ -282,7 +292,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("what", nargs="?", choices=("arms", "prepare", "defaults"), default="arms")
     parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct, in 4 bits")
     parser.add_argument("--model", type=Path, help="a model's folder, in place of --gguf")
-    parser.add_argument("--texts", type=Path, required=True, help="a folder with GSM8K and rows of other tasks")
+    parser.add_argument("--texts", type=Path, default=Path("texts"), help="GSM8K and rows of other tasks; read by prepare")
     parser.add_argument("--work", type=Path, required=True, help="a folder for data, model and runs")
     parser.add_argument("--out", type=Path, help="results (default: benchmarks/results/hours.json, hours-defaults.json)")
     parser.add_argument("--arms", default=list(ARMS), help="such as A1,A9", **listed)
