@@ -3,12 +3,14 @@
     python -m benchmarks.hours prepare  --gguf FILE --texts FOLDER --work W       # data and audits; needs no GPU
     python -m benchmarks.hours          --gguf FILE --texts FOLDER --work W       # the arms: what is measured is not run again
     python -m benchmarks.hours defaults --gguf FILE --texts FOLDER --work W       # batch_tokens x lr at equal tokens
+    ... --processes 12                                                            # runs side by side on one GPU
 
 FOLDER has gsm8k_train.jsonl and gsm8k_test.jsonl, and rows of other tasks (dirty_data.py). `--model DIR` in place of `--gguf`:
 a model's folder. Each run is one of `pronghorn train`'s, alone on the GPU, all of them in one process. Decisions (grid, stop,
 best checkpoint) read dev rows; final rows are read once a run, after it.
 GPU seconds are those of steps and of evaluations, each their number x their median: of a process whose kernels are compiled and
-whose graphs are captured. `held_seconds` is the whole run. Tokens trained and evaluated are counted.
+whose graphs are captured. With --processes the medians are those of short runs that had the GPU to themselves (`pace`), since
+runs side by side slow each other. `held_seconds` is the whole run, if it was alone. Tokens trained and evaluated are counted.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +38,8 @@ GAIN = 0.005  # of the tuned run's dev loss: what a stop may give away
 CASES = ("hotel-dirty", "gsm8k-dirty", "hotel-clean", "gsm8k-clean")
 SIZES = (2048, 4096, 8192, 16384, 65536)  # train.batch_tokens
 RATES = (6e-4, 2e-4, 2e-3)
+KEY = ("part", "arm", "case", "seed", "data", "batch", "lr")  # names of a row's key
+PACE = {"train.steps": 16, "eval.every": 8}
 Values = dict[str, Any]
 
 
@@ -144,8 +149,10 @@ class Bench:
             raise SystemExit(f"{self.options.seconds} s are over; the same command goes on")
         from benchmarks.hours_run import Judge, trained
 
-        folder = self.work / "run"
-        row = {**key, **trained(recipe() | {"output": str(folder)}, folder)}
+        folder, values = self.work / f"run-{self.options.out.stem}", recipe()
+        data = key.get("data") or key["case"].partition("-")[0]
+        alone = None if key["part"] == "pace" else next(iter(self.find(part="pace", data=data, batch=batch_of(values))), None)
+        row = {**key, **trained(values | {"output": str(folder)}, folder, alone)}
         if final:
             if not self.judges:
                 self.judges["model"] = Judge.loaded(folder)
@@ -216,6 +223,10 @@ class Bench:
         }
 
 
+def batch_of(recipe: Values) -> int:
+    return int(recipe["train"]["batch_tokens"])
+
+
 def nested(flat: Mapping[str, Any]) -> Values:
     """{"train.lr": 1} as {"train": {"lr": 1}}"""
     found: Values = {}
@@ -238,7 +249,7 @@ def arms(bench: Bench) -> None:
         return
     for name in dict.fromkeys(case.partition("-")[0] for case in options.data):
         bench.prepare(f"{name}-clean", 1)
-        for of in GRID:
+        for of in GRID if options.grid is None else [GRID[at] for at in options.grid]:
             key = {"part": "grid", "data": name, **of}
             bench.run(key, lambda of=of, name=name: nested(bench.recipe(f"{name}-clean", 1, of)))
     first, then = [name for name in ARMS if name in ("A1", "A9", "A3", "A2")], [name for name in ARMS if ARMS[name].changes]
@@ -282,7 +293,66 @@ def defaults(bench: Bench) -> None:
             for batch in options.sizes:
                 files = {"data.train": str(folder / "train.jsonl"), "data.eval": str(folder / "more.jsonl"), "train.epochs": 1}
                 key = {"part": "defaults", "data": folder.name.removeprefix("defaults-"), "batch": batch, "lr": lr}
-                bench.run(key, lambda of=key, files=files: nested(bench.recipe("hotel-clean", 1, of, files)))
+                if lr == options.rates[0] and options.pace:
+                    pace = {"part": "pace", "data": key["data"], "batch": batch}
+                    bench.run(pace, lambda of=key, files=files: nested(bench.recipe("hotel-clean", 1, of, files | PACE)))
+                if not options.pace:
+                    bench.run(key, lambda of=key, files=files: nested(bench.recipe("hotel-clean", 1, of, files)))
+
+
+def paces(bench: Bench) -> None:
+    """Of steps and evaluations, each size of the arms on each data set, with the GPU to itself."""
+    for name in dict.fromkeys(case.partition("-")[0] for case in bench.options.data):
+        for batch in sorted({65536 if name == "hotel" else 0, *(of["batch"] for of in GRID)} - {0}):
+            of = {"batch": batch, "lr": 1e-3}
+            key = {"part": "pace", "data": name, "batch": batch}
+            bench.run(key, lambda of=of, name=name: nested(bench.recipe(f"{name}-clean", 1, of, dict(PACE))))
+
+
+# ---- side by side ------------------------------------------------------------------------------------------------------------
+
+
+def side_by_side(bench: Bench, words: Sequence[str]) -> None:
+    """Paces alone, then the runs in processes that begin with what was found so far."""
+    options = bench.options
+    if options.what == "defaults":
+        options.pace = True
+        defaults(bench)
+        each = [["--sizes", str(size), "--rates", str(rate)] for rate in options.rates for size in options.sizes]
+        return _processes(bench, words, each)
+    for case in options.data:
+        for seed in options.seeds if case in DIRTY else [1]:
+            bench.prepare(case, seed)
+    paces(bench)
+    names = dict.fromkeys(case.partition("-")[0] for case in options.data)
+    _processes(bench, words, [["--data", f"{name}-clean", "--arms", "none", "--grid", str(i)]
+                              for name in names for i in range(len(GRID))])  # fmt: skip
+    of_arms = [["--data", case, "--seeds", str(seed), "--grid"] for seed in options.seeds for case in options.data]
+    _processes(bench, words, of_arms)
+
+
+def _processes(bench: Bench, words: Sequence[str], each: Sequence[Sequence[str]]) -> None:
+    started: list[tuple[Path, subprocess.Popen[bytes]]] = []
+    waiting, known = list(enumerate(each)), len(bench.rows)
+    environment = os.environ | {"COMMIT": os.environ.get("COMMIT", "")}
+    while waiting or started:
+        while waiting and len(started) < bench.options.processes:
+            number, more = waiting.pop(0)
+            out = bench.work / f"part-{number}.json"
+            write(out, record(WHAT, "", bench.rows[:known]))
+            left = str(bench.options.seconds - (time.monotonic() - bench.began))
+            command = [sys.executable, "-m", "benchmarks.hours", *words, *more, "--out", str(out), "--processes", "1"]
+            with out.with_suffix(".log").open("wb") as log:
+                one = subprocess.Popen([*command, "--seconds", left], stdout=log, stderr=log, env=environment)
+            started.append((out, one))
+        time.sleep(0.2)
+        for out, one in [pair for pair in started if pair[1].poll() is not None]:
+            started.remove((out, one))
+            for row in read(out)["results"][known:]:
+                if not bench.find(**{name: row[name] for name in row if name in KEY}):
+                    bench.add(row)
+            if one.returncode:
+                print(out.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-1500:], flush=True)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -300,6 +370,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", default=[1, 2, 3], **numbers)
     parser.add_argument("--sizes", default=list(SIZES), help="of defaults: train.batch_tokens", **numbers)
     parser.add_argument("--rates", default=list(RATES), type=lambda text: [float(one) for one in text.split(",")])
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side")
+    parser.add_argument("--grid", type=int, nargs="*", help="which of the grid's runs, by number (default: all)")
     parser.add_argument("--seconds", type=float, default=1e9, help="after so many, no run is begun")
     parser.add_argument("--rows", type=int, help="to train on, in place of the experiment's")
     parser.add_argument("--held-out", type=int, help="rows of each kind, in place of the experiment's")
@@ -307,6 +379,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if (options.gguf is None) == (options.model is None):
         parser.error("name one of --gguf and --model")
+    options.pace = False
     options.out = options.out or RESULTS / ("hours-defaults.json" if options.what == "defaults" else "hours.json")
     return options
 
@@ -317,7 +390,11 @@ def main(words: Sequence[str] | None = None) -> None:
     from pronghorn.process import set_defaults
 
     set_defaults()
-    (defaults if options.what == "defaults" else arms)(Bench(options))
+    bench = Bench(options)
+    if options.processes > 1:
+        side_by_side(bench, list(sys.argv[1:] if words is None else words))
+    else:
+        (defaults if options.what == "defaults" else arms)(bench)
 
 
 if __name__ == "__main__":

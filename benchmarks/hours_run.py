@@ -40,8 +40,9 @@ class Events:
         return [event for event in self.found if event["event"] == kind]
 
 
-def trained(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What a run took, and its dev losses. A run whose gradient is zero has measured nothing."""
+def trained(values: dict[str, Any], folder: Path, alone: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a run took, and its dev losses. A run whose gradient is zero has measured nothing. `alone`: a run with the GPU to
+    itself, whose steps and evaluations took what this one's would have taken."""
     shutil.rmtree(folder, ignore_errors=True)
     recipe, events = Recipe.model_validate(values), Events()
     began = time.monotonic()
@@ -53,14 +54,17 @@ def trained(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         torch.cuda.empty_cache()  # the next run plans by what is free
     steps, looks, (start,) = events.of("step"), events.of("eval"), events.of("start")
     assert all(step["grad_norm"] > 0 for step in steps), "a step had no gradient"
-    step_seconds = len(steps) * median(step["seconds"] for step in steps)
-    eval_seconds = len(looks) * median(look["seconds"] for look in looks)
+    each_step, each_look = (median(one["seconds"] for one in of) for of in (steps, looks))
+    if alone is not None:
+        each_step, each_look = alone["step_seconds"] / alone["steps"], alone["eval_seconds"] / alone["looks"]
+    step_seconds, eval_seconds = len(steps) * each_step, len(looks) * each_look
     said, dev = recipe.train, prepare((str(recipe.data.eval),), recipe.data, TokenizerFiles(recipe.model, recipe.data)).tokens
     return {
         "batch": said.batch_tokens, "lr": said.lr, "planned_steps": start["steps"], "steps": len(steps),
         "tokens": sum(step["tokens"] for step in steps), "looks": len(looks), "dev_tokens": int(dev.lengths.sum()),
         "seconds": step_seconds + eval_seconds, "step_seconds": step_seconds, "eval_seconds": eval_seconds,
-        "held_seconds": held, "stages": {name: round(spent, 3) for name, spent in stages.seconds.items() if spent > 0.001},
+        "held_seconds": None if alone else held,
+        "stages": {name: round(spent, 3) for name, spent in stages.seconds.items() if spent > 0.001},
         "reason": result.reason, "why": result.why, "best_step": result.best_step,
         "dev_loss": min(look["loss"] for look in looks), "curve": [[look["step"], round(look["loss"], 5)] for look in looks],
     }  # fmt: skip

@@ -58,7 +58,7 @@ def arms_of(content: dict[str, Any]) -> list[dict[str, Any]]:
             good = [row["final_loss"] <= limit(of["A1"]) for row in rows]
             found.append({
                 "case": case, "arm": name, "runs": len(rows), "seconds": mean(row["seconds"] for row in rows),
-                "of_seconds": ratio(lambda row: row["seconds"]), "of_held": ratio(lambda row: row["held_seconds"]),
+                "of_seconds": ratio(lambda row: row["seconds"]), "of_held": ratio(lambda row: row["held_seconds"] or math.nan),
                 "of_tokens": ratio(tokens),
                 "deciding": sum(row["eval_seconds"] for row in rows) / sum(row["seconds"] for row in rows),
                 "loss": mean(row["final_loss"] for row in rows),
@@ -82,7 +82,7 @@ def hours(folder: Path) -> str:
         answers = "" if one["exact"] is None else f"{one['exact']:.1%} ({100 * one['fewer_exact']:+.1f})"
         rows.append((
             one["case"], f"{one['arm']}: {ARMS[one['arm']].title}", f"{one['seconds']:.1f}", f"{one['of_seconds']:.2f}",
-            f"{one['of_held']:.2f}", f"{one['of_tokens']:.2f}", f"{one['deciding']:.0%}",
+            "" if math.isnan(one["of_held"]) else f"{one['of_held']:.2f}", f"{one['of_tokens']:.2f}", f"{one['deciding']:.0%}",
             f"{one['loss']:.4f} ± {one['deviation']:.4f}", answers,
             f"{one['reached']} of {one['runs']}" + ("" if one["holds"] else ", **not reached**"),
         ))  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,12 @@ def places(folder: Path, out: Path) -> tuple[Any, ...]:
     return ("--model", folder / "model", "--texts", folder / "texts", "--work", out.parent / "work", "--out", out)
 
 
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[dict[str, Any]]:
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, out: str = "hours.json") -> list[dict[str, Any]]:
     monkeypatch.setattr(hours, "GRID", hours.GRID[:1])
     monkeypatch.setenv("PRONGHORN_CACHE", str(folder / "cache"))
     sizes = ("--rows", ROWS, "--held-out", 10, "--answers", 2, "--seeds", 1, "--data", "hotel-dirty")
-    hours.main([*words, *map(str, (*places(folder, folder / "hours.json"), *sizes))])
-    return list(read(folder / "hours.json")["results"])
+    hours.main([*words, *map(str, (*places(folder, folder / out), *sizes))])
+    return list(read(folder / out)["results"])
 
 
 def test_arms_are_run_once_and_judged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +56,20 @@ def test_arms_are_run_once_and_judged(folder: Path, monkeypatch: pytest.MonkeyPa
     assert "everything on took" in text
     assert "A7 (rows chosen by IFD): needs scores" in text
     assert "| hotel-dirty | leaks | 1 | 1.000 |" in hours_tables.audits(folder)
+
+
+def test_runs_side_by_side_find_the_same_and_take_the_seconds_of_one_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(hours.__file__).parent.parent), *sys.path]))
+    alone = {row["arm"]: row for row in run(folder, monkeypatch, "--arms", "A1,A3") if row["part"] == "arm"}
+    rows = run(folder, monkeypatch, "--arms", "A1,A3", "--processes", "2", out="beside.json")
+    beside = {row["arm"]: row for row in rows if row["part"] == "arm"}
+    pace = next(row for row in rows if row["part"] == "pace")
+    assert [row["final_loss"] for row in beside.values()] == [alone[name]["final_loss"] for name in ("A1", "A3")]
+    step = pace["step_seconds"] / pace["steps"]
+    assert beside["A1"]["step_seconds"] == pytest.approx(beside["A1"]["steps"] * step)
+    assert beside["A1"]["held_seconds"] is None
 
 
 def test_what_was_planted_is_known_by_line(folder: Path) -> None:
