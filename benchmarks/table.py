@@ -18,6 +18,7 @@ from benchmarks.bench.results import CEILING, NAME, Results, Row, rate, unsloths
 from benchmarks.bench.side_by_side import PICTURE
 from benchmarks.bench.table import dates
 from benchmarks.bench.workloads import SYSTEMS, WORKLOADS
+from benchmarks.hours_tables import BLOCKS as HOURS
 from benchmarks.record import RESULTS, ROOT, read
 from benchmarks.result_tables import BLOCKS
 from benchmarks.side_by_side_tables import IN_TRL, brief, in_trl, markdown, summary
@@ -149,6 +150,7 @@ PAGES: dict[Path, dict[str, Block]] = {
         "trl": trl,
         "preference": preference,
         **BLOCKS,
+        **HOURS,
     },
     LOG / "README.md": {"entries": log_entries},
 }

@@ -70,20 +70,15 @@ def test_new_writes_any_objective_with_what_belongs_to_it(
     assert "did you mean `grpo`?" in capsys.readouterr().err
 
 
-def test_new_sizes_batch_and_evaluation_to_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_holds_out_more_of_little_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert BYTES_PER_TOKEN == forecast.BYTES_PER_TOKEN
     default = parse_recipe(EXAMPLE)
-    for rows, batch, capacity in ((50, 2048, 2048), (20_000, 4096, 4096), (80_000, 16384, 16384)):
-        write_rows(here / "a.jsonl", chat_rows(50) * (rows // 50))
-        text = shown(capsys, "new", "-", "--data", "a.jsonl")
-        recipe = parse_recipe(text)
-        assert (recipe.train.batch_tokens, recipe.train.capacity, recipe.eval.every) == (batch, capacity, 0.1), rows
-        tokens = (here / "a.jsonl").stat().st_size // 4
-        assert f"about {max(1, tokens // batch)} step" in text
-        assert recipe.train.model_copy(update={"batch_tokens": 65536, "capacity": 16384}) == default.train
-        assert all(len(line) <= 140 for line in text.splitlines())
-    for name in ("missing.jsonl", "org/name"):  # nothing is known of these
-        assert parse_recipe(shown(capsys, "new", "-", "--data", name)).train == default.train
+    write_rows(here / "few.jsonl", chat_rows(50))
+    write_rows(here / "many.jsonl", chat_rows(50) * 1_000)
+    for name in ("few.jsonl", "many.jsonl", "missing.jsonl", "org/name"):  # nothing is known of the last two
+        recipe = parse_recipe(shown(capsys, "new", "-", "--data", name))
+        assert recipe.train == default.train
+        assert (recipe.data.eval == 0.05) == (name == "few.jsonl"), name
 
 
 # The verbs, for machines ------------------------------------------------------------------------------------------------

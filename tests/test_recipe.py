@@ -200,3 +200,23 @@ def test_sources_of_a_checkpoint_are_those_of_the_recipe() -> None:
     other = Recipe(model="m", data={"train": [train[0], train[1] | {"weight": 3}]})
     assert list(other.differences(recipe)) == ["data.train"]
     assert why_fixed("data.train")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "ranks", "changes", "sizes"),
+    [
+        (100_000_000, 2000, 1, {}, (65536, 16384)),
+        (1_600_000, 500, 1, {}, (4096, 4096)),  # 390 steps
+        (40_000, 90, 1, {}, (2048, 2048)),  # a row of data.max_length fits
+        (100_000, 5000, 1, {}, (8192, 8192)),  # so does a group of rows
+        (1_600_000, 500, 4, {}, (8192, 2048)),  # a pack for each rank
+        (1_600_000, 500, 1, {"train": {"capacity": 8192}}, (8192, 8192)),
+        (1_600_000, 500, 1, {"train": {"batch_tokens": 32768}}, (32768, 16384)),
+        (1_600_000, 500, 1, {"train": {"batch_rows": 8}}, ("auto", 16384)),
+    ],
+)
+def test_a_step_of_auto_leaves_200_steps_and_holds_each_row(
+    tokens: int, longest: int, ranks: int, changes: dict[str, Any], sizes: tuple[Any, int]
+) -> None:
+    train = recipe(**changes).sized(tokens, longest, ranks).train
+    assert (train.batch_tokens, train.capacity) == sizes

@@ -88,7 +88,7 @@ data:
   max_length: 4096
   max_length: 2048
   eval: 1.5
-train: {epochs: 0, capacity: 1000}
+train: {epochs: 0, capacity: 1000, batch_tokens: 65536}
 memory: {budget: a lot}
 """
     found = [(what.replace(":", " ").split(" ")[0], where, fix) for where, what, fix in told(text)]
@@ -358,7 +358,7 @@ def test_a_step_s_size_on_the_command_line_takes_the_place_of_the_file_s() -> No
     """`check` suggests train.batch_rows, and a recipe that `new` has written says batch_tokens."""
     text = "model: m\ndata: {train: a.jsonl}\ntrain: {batch_tokens: 4096, capacity: 2048}\n"
     train = parse_recipe(text, ["train.batch_rows=4"]).train
-    assert (train.batch_rows, train.batch_tokens) == (4, 65536)
+    assert (train.batch_rows, train.batch_tokens) == (4, "auto")
     by_rows = text.replace("batch_tokens: 4096", "batch_rows: 4")
     assert parse_recipe(by_rows, ["train.batch_tokens=4096"]).train.batch_rows is None
     with pytest.raises(RecipeError, match="batch_tokens is set as well"):

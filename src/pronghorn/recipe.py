@@ -40,6 +40,15 @@ class Recipe(Parts):
             raise ValueError("\n".join(problems))  # a line each: `key: what; fix`
         return self
 
+    def settled(self, before: Recipe) -> Recipe:
+        """With the sizes of a checkpoint's run in place of `train.batch_tokens: auto`, whatever its data would give now."""
+        train, then = self.train, before.train
+        if train.batch_tokens != "auto":
+            return self
+        unset = train.capacity == type(train).model_fields["capacity"].default
+        sizes = {"batch_tokens": then.batch_tokens, "capacity": then.capacity if unset else train.capacity}
+        return self.model_copy(update={"train": train.model_copy(update=sizes)})
+
     def differences(self, other: Recipe) -> dict[str, str]:
         """Keys whose change would make a resumed run another run, each with what changed: `0.0002 -> 0.0001`."""
         old, new = flat(self.model_dump()), flat(other.model_dump())

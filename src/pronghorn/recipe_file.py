@@ -76,9 +76,9 @@ data:
 train:
   epochs: 1
   # steps: 1000                              # number of optimizer steps; overrides epochs
-  batch_tokens: 65536                        # tokens per optimizer step
+  batch_tokens: auto                         # tokens per optimizer step; auto: at most 65536, and fewer for 200 steps
   # batch_rows: 16                           # rows per optimizer step (preference data: pairs), in place of batch_tokens
-  capacity: 16384                            # tokens per micro-batch
+  capacity: 16384                            # tokens per micro-batch; fewer where a step is sized by auto and has fewer
   lr: 2e-4
   schedule: cosine                           # cosine | linear | constant | wsd (constant, then a decay)
   warmup: 0.03                               # a fraction of all steps, or a number of steps
@@ -93,7 +93,7 @@ train:
 memory: {budget: auto}                       # auto (all free GPU memory) | 24GB | 80%; the fastest plan that fits is used
 checkpoint: {every: 200, keep: 3}            # every: steps, or a fraction of all steps: 0.1
 eval:
-  every: 200                                 # steps, or a fraction of all steps
+  every: 0.1                                 # steps, or a fraction of all steps
   generations: 3                             # held-out prompts whose answers are shown, next to the base model's
   # metrics: [exact_match, regex]            # json_valid | json_match | json_fields | rouge_l | multiple_choice
   samples: 100                               # held-out rows answered for the metrics
@@ -118,6 +118,7 @@ KINDS = {
     "lora.targets": "write all-linear, or a list of layer names such as [q_proj, v_proj]",
     "train.betas": "write two numbers, such as [0.9, 0.999]",
     "objective.clip": "write two numbers, such as [0.2, 0.28]",
+    "train.batch_tokens": "write auto, or a number of tokens such as 65536",
     "train.warmup": "write a fraction of all steps below 1, or a number of steps",
     "train.decay": "write a number of steps, or a fraction of all steps such as 0.2",
     "checkpoint.every": "write a number of steps, or a fraction of all steps such as 0.1",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from pronghorn.recipe_parts import Parts, Train
+from pronghorn.recipe_parts import MOST, Parts, Train
 from pronghorn.recipe_rollouts import OWN, Rollouts
+
+NO_SIZE = ("auto", MOST)  # train.batch_tokens where nobody sets it, now and in older checkpoints
 
 
 def misfits(recipe: Parts) -> list[str]:
     """A line each: `key: what; fix`."""
     train, data, evaluated, kind = recipe.train, recipe.data, recipe.eval, recipe.objective.kind
     problems = []
-    if train.batch_rows is not None and train.batch_tokens != Train.model_fields["batch_tokens"].default:
+    if train.batch_rows is not None and train.batch_tokens not in NO_SIZE:
         problems.append("train.batch_rows: train.batch_tokens is set as well; remove one of them")
     by_tokens = train.batch_rows is None and kind.reads != "prompts"
-    if by_tokens and train.batch_tokens % train.capacity:
+    if by_tokens and train.batch_tokens != "auto" and train.batch_tokens % train.capacity:
         problems.append(
             f"train.batch_tokens: {train.batch_tokens} is not a multiple of train.capacity {train.capacity};"
             f" set train.batch_tokens: {max(1, train.batch_tokens // train.capacity) * train.capacity}"
@@ -157,7 +159,7 @@ def _sizes(recipe: Parts) -> list[str]:
             f"{recipe.data.max_length}; set data.max_length to the tokens of prompt and answer together"
         )
     for key in ("batch_rows", "batch_tokens"):
-        if getattr(recipe.train, key) != type(recipe.train).model_fields[key].default:
+        if getattr(recipe.train, key) not in (None, *NO_SIZE):
             problems.append(
                 f"train.{key}: a step has rollouts.prompts x rollouts.answers; remove train.{key}, and set rollouts.prompts"
             )

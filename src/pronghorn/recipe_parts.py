@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
 
@@ -125,10 +125,16 @@ class Data(Section):
     workers: NonNegativeInt = 2  # threads that build packed batches ahead of the step
 
 
+# Of train.batch_tokens: auto (docs/log/2026-11-19-defaults.md): steps that a run has at least, if its packs are small enough,
+# and tokens that a step has at most.
+STEPS, MOST = 200, 65536
+
+
 class Train(Section):
     epochs: PositiveInt = 1
     steps: PositiveInt | None = None  # number of optimizer steps; overrides `epochs`
-    batch_tokens: PositiveInt = 65536  # tokens per optimizer step
+    # tokens per optimizer step. auto: as many as leave 200 steps, but a pack, and at most 65,536 (Parts.sized)
+    batch_tokens: PositiveInt | Literal["auto"] = "auto"
     batch_rows: PositiveInt | None = None  # rows (preference data: pairs) per optimizer step, in place of batch_tokens
     capacity: Annotated[int, Field(gt=0, le=2**24)] = 16384  # tokens per micro-batch; batch_tokens is a multiple of it
     lr: Positive = 2e-4
@@ -145,6 +151,11 @@ class Train(Section):
     # CUDA graphs for steps: if possible, required (else an error), or never; also used for answers to held-out rows
     graph: Literal["auto", "on", "off"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
+
+    @property
+    def step_tokens(self) -> int:
+        """What auto is at most, where nothing is known of the data."""
+        return MOST if self.batch_tokens == "auto" else self.batch_tokens
 
     def warmup_steps(self, total: int) -> int:
         return self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total)
@@ -174,6 +185,11 @@ class Memory(Section):
         if budget != "auto" and not re.fullmatch(r"\d+(\.\d+)?\s*(GB|GiB|MB|MiB|%)", budget):
             raise ValueError(f"{budget!r} is not a budget; write auto, an amount such as 24GB, or a percentage such as 80%")
         return budget
+
+
+def _power(tokens: float) -> int:
+    """The power of two that is no larger."""
+    return int(2 ** math.floor(math.log2(max(tokens, 1))))
 
 
 def steps_between(every: float, total: int) -> int:
@@ -216,7 +232,7 @@ Metric = Annotated[MetricName, no_file("--metric-file")]
 
 
 class Eval(Section):
-    every: Every = 200
+    every: Every = 0.1
     stop: Stop | None = None  # early stopping on the metric in `best`
     generations: NonNegativeInt = 3  # held-out prompts answered and shown at each evaluation
     metrics: Annotated[tuple[Metric, ...], BeforeValidator(one_or_many)] = ()  # metrics of the answers to held-out rows
@@ -312,9 +328,25 @@ class Parts(Section):
             prompt = self.data.max_length - spec.max_new_tokens
             return spec.prompts * (round(row_tokens or prompt) + spec.answers * spec.max_new_tokens)
         if self.train.batch_rows is None:
-            return self.train.batch_tokens
+            return self.train.step_tokens
         longest = self.data.max_length * (2 if self.objective.kind.reads == "pairs" else 1)
         return max(1, round(self.train.batch_rows * (row_tokens or longest)))
+
+    def sized(self, tokens: int, longest: int, ranks: int = 1) -> Self:
+        """With a number in place of `batch_tokens: auto`: a power of two, by the `tokens` of all epochs. A pack holds the
+        `longest` row, or group of rows, and each rank has one. `capacity` becomes smaller, where it has its default, so that a
+        step can."""
+        spec = self.train
+        if spec.batch_tokens != "auto" or spec.batch_rows is not None or self.objective.kind.reads == "prompts":
+            return self
+        wanted, capacity = min(MOST, _power(tokens / STEPS)), spec.capacity
+        if capacity == Train.model_fields["capacity"].default:
+            holds = max(self.data.max_length, longest, 1)
+            least = 2 * _power(holds - 1) if holds > 1 else 1
+            capacity = min(capacity, max(least, _power(wanted / ranks)))
+        together = ranks * capacity
+        batch = max(1, wanted // together) * together
+        return self.model_copy(update={"train": spec.model_copy(update={"batch_tokens": batch, "capacity": capacity})})
 
     def step_packs(self, row_tokens: float | None = None) -> int:
         """Micro-batches of a step, on all ranks together; with batch_rows, about so many."""

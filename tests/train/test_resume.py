@@ -18,6 +18,7 @@ from pronghorn.train.checkpoint.checkpoint import MANIFEST, TENSORS, _as_text, _
 from pronghorn.train.checkpoint.resume import find_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.run.trained_run import TrainedRun
+from pronghorn.train.setup.check import check_run
 
 
 @pytest.fixture
@@ -113,6 +114,27 @@ def test_a_changed_key_needs_to_be_allowed_and_is_told(trained: tuple[Recipe, Pa
     assert last["step"] == 5
     assert last["lr"] < 1e-4
     train(other, display=Silent())  # from here on it is the run's own
+
+
+def test_a_step_of_auto_is_a_number_of_the_run_that_stays(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    """More epochs alone would make it larger: the run's position in the data would mean other rows."""
+    sizes = {"batch_tokens": "auto", "capacity": 16384}
+    recipe = recipe_for(train=sizes)
+    facts = check_run(recipe, report=lambda *_: None)
+    train(recipe, display=Silent())
+    (start,) = [event for event in read_log(tmp_path / "run") if event["event"] == "start"]
+    then = start["recipe"]["train"]
+    assert (then["batch_tokens"], then["capacity"], start["steps"]) == (128, 128, facts.steps)
+    told = f"train.batch_tokens: auto is 128, train.capacity: 128: {facts.steps} steps"
+    assert told in facts.notices
+    assert told in notices_of(tmp_path / "run")
+    longer = recipe_for(train={**sizes, "epochs": 40})
+    assert "auto is 256," in " ".join(check_run(longer, report=lambda *_: None).notices)
+    train(longer.model_copy(update={"train": longer.train.model_copy(update={"steps": 2 * start["steps"]})}), display=Silent(),
+          allow=["train.epochs", "train.steps"])  # fmt: skip
+    again = [event for event in read_log(tmp_path / "run") if event["event"] == "start"][-1]
+    assert again["resumed_from"] == start["steps"]
+    assert again["recipe"]["train"]["batch_tokens"] == 128
 
 
 @pytest.mark.parametrize(

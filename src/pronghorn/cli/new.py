@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 
 from pronghorn.cli.output import say
-from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, counted
+from pronghorn.errors import CommandError, EnvironmentFault, PronghornError
 from pronghorn.program import command, runnable
 
-STEPS = 100  # that an epoch should have, if the data is enough for them
-LEAST = 2048  # tokens in a step: no less than a row of data.max_length
 FEW = 1_000_000  # tokens
 BYTES_PER_TOKEN = 4  # as in memory/forecast.py, which takes seconds to import
 
@@ -45,15 +43,13 @@ def new(arguments: argparse.Namespace) -> None:
         raise CommandError(what="no output file given", fix="name one: pronghorn new my.yaml, or - for standard output")
     from pronghorn.recipe_file import example
     from pronghorn.recipe_keys import value_like
-    from pronghorn.recipe_objective import KINDS, NAMES
+    from pronghorn.recipe_objective import NAMES
 
     objective, sizes = arguments.objective, _sizes(arguments.data)
     if objective is not None and objective not in NAMES:
         meant = value_like("objective.name", objective, NAMES)
         fix = (f"did you mean `{meant}`? " if meant else "") + f"use one of: {', '.join(NAMES)}"
         raise CommandError(what=f"--objective {objective}: there is no such objective", fix=fix)
-    if objective in KINDS and KINDS[objective].reads == "prompts":  # its steps have prompts, not tokens of the data
-        sizes = {key: value for key, value in sizes.items() if key in ("  every: ", "  eval: ")}
     given = {"model": arguments.model, "data": arguments.data, "method": arguments.method, "objective": objective}
     text = example(**given, output=_output_of(target), sizes=sizes)
     if target == "-":
@@ -75,31 +71,15 @@ def _sizes(data: list[str]) -> dict[str, tuple[str, str]]:
     if not data or not all(Path(name).expanduser().exists() for name in data):
         return {}
     from pronghorn.data.read.reading import parts_of, text_bytes
-    from pronghorn.recipe_parts import Data, Train
+    from pronghorn.recipe_parts import Data
 
     try:
         amount = text_bytes(parts_of(data, Data(train=tuple(data))))
     except (PronghornError, OSError):
         return {}  # `check` tells what is wrong with it
-    tokens = int((amount or 0) / BYTES_PER_TOKEN)
-    size, usual = LEAST, Train()
-    while size * 2 * STEPS <= tokens and size < usual.batch_tokens:
-        size *= 2
-    if not tokens or size == usual.batch_tokens:
+    if not amount or amount / BYTES_PER_TOKEN >= FEW:
         return {}
-    steps = max(1, tokens // size)
-    sizes = {
-        "  batch_tokens: ": (
-            str(size),
-            f"tokens per optimizer step: about {counted(steps, 'step')} of about {tokens:,} tokens",
-        ),
-        "  every: ": ("0.1", "a fraction of all steps, because there are few; or steps"),
-    }
-    if size < usual.capacity:
-        sizes["  capacity: "] = (str(size), "tokens per micro-batch, no more than batch_tokens")
-    if tokens < FEW:
-        sizes["  eval: "] = ("0.05", "a file, or the fraction of train to hold out; of little data more than of much")
-    return sizes
+    return {"  eval: ": ("0.05", "a file, or the fraction of train to hold out; of little data more than of much")}
 
 
 def _target(arguments: argparse.Namespace) -> str | None:

@@ -114,6 +114,7 @@ class _Price:
         own = np.searchsorted(side.numbers, trained.units)
         self._tokens = np.bincount(own, weights=trained.table.lengths, minlength=len(side)).astype(np.int64)
         steps, epoch = recipe.train.steps, max(1, int(self._tokens.sum()))
+        recipe = recipe.sized(epoch * recipe.train.epochs, 1)
         row_tokens = epoch / max(1, len(first_rows(trained.table)))
         epochs = recipe.train.epochs if steps is None else steps * recipe.step_tokens(row_tokens) / epoch
         self._seconds = None if speed is None else epochs / speed.tokens_per_second

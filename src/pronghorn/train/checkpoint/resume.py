@@ -73,7 +73,7 @@ def find_checkpoint(
         except CheckpointError as error:
             damaged.append((path, error))
             continue
-        _refuse_or_tell(before.differences(recipe), allow, path, run, say)
+        _refuse_or_tell(before.differences(recipe.settled(before)), allow, path, run, say)
         for broken, damage in damaged:
             aside = set_aside_damaged(broken)
             lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
@@ -85,6 +85,11 @@ def find_checkpoint(
     if damaged:
         raise damaged[0][1]
     return None
+
+
+def settled(recipe: Recipe, found: tuple[Path, TrainState] | None) -> Recipe:
+    """With the sizes of the run that goes on."""
+    return recipe if found is None else recipe.settled(Recipe.model_validate(found[1].recipe))
 
 
 def require_allowable(allow: Collection[str], recipe: Recipe) -> None:

@@ -16,6 +16,7 @@ from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.recipe import Recipe
 from pronghorn.train.source import kind_of
+from pronghorn.train.source.source import Foreseen
 
 __all__ = ["comparison", "forecast", "forecast_of_many"]
 
@@ -61,6 +62,7 @@ def forecast(
         chosen = find_gpu(torch.cuda.get_device_name())
         room = host_room() if host is None else room  # as a run here would
     config, data = _planned(recipe), kind_of(recipe).foreseen(recipe)
+    recipe = recipe if longest else _sized(recipe, data)
     known = None if recipe.train.steps else data.tokens
     if longest:
         if chosen is None:
@@ -93,9 +95,14 @@ def forecast_of_many(
     """On several GPUs of several machines, for each way to spread the run over them."""
     parse_gpus(gpus)  # refused before anything is read
     room = HOST_BYTES if host is None else parse_host(host)
-    config, rows = _planned(recipe), kind_of(recipe).foreseen(recipe).rows
-    facts = {name: rows[name] for name in ("attended", "loss_share") if name in rows}
+    config, data = _planned(recipe), kind_of(recipe).foreseen(recipe)
+    recipe, facts = _sized(recipe, data), {name: data.rows[name] for name in ("attended", "loss_share") if name in data.rows}
     return scaling(recipe, config, gpus=gpus, machines=machines, link=link, price=price, host=room, **facts)
+
+
+def _sized(recipe: Recipe, data: Foreseen) -> Recipe:
+    """With `batch_tokens: auto` as it will be, if the amount of data is known."""
+    return recipe if data.tokens is None else recipe.sized(data.tokens, 1)
 
 
 def _planned(recipe: Recipe) -> Any:

@@ -125,7 +125,8 @@ def check_run(
     with savable("the tokenizer", recipe.model), tempfile.TemporaryDirectory(prefix="pronghorn-") as place:
         try_small_files(recipe.model, tokenizer, Path(place))
     models = reward_models(recipe)
-    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), models=models, **files)
+    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), models=models, ranks=1, **files)
+    recipe = source.recipe
     summary = source.summary()
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     config = read_config(recipe.model)

@@ -41,7 +41,7 @@ from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
-from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable
+from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
 from pronghorn.train.dist.expert_shards import shares_of, spread
 from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.trained_shards import trained_shards_of
@@ -184,8 +184,7 @@ def set_up(
     """`allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
     facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank. `files`: code of the user's,
     which runs."""
-    said: list[str] = []
-    world = world or World()
+    said, world = list[str](), world or World()
     require_allowable(allow, recipe)
     with stage("checkpoint"), world.writer_first():  # it sets a damaged one aside
         found = find_checkpoint(recipe, run, allow=allow, say=said.append)
@@ -194,8 +193,9 @@ def set_up(
         shard = shard_of(recipe, world, device, facts)
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with stage("read"), world.writer_first():  # it fills the cache of tokens
-        source = source_of(recipe, tokenizer, report=report, stage=stage, models=reward_models(recipe), **files)
-    keys = source.keys
+        asked, models = settled(recipe, found), reward_models(recipe)
+        source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size, **files)
+    recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
     told = source.dealt(world.size) + told_of(shard, world)
     if found:

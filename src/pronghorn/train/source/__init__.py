@@ -23,10 +23,10 @@ def kind_of(recipe: Recipe) -> type[Source]:
 
 def source_of(
     recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, models: Mapping[str, Model] | None = None,
-    **files: Path | None,
+    ranks: int = 1, **files: Path | None,
 ) -> Source:  # fmt: skip
     """`models`: reward models, by the names of their rewards. `files`: `reward_file` and `episode_file`, code of the user's,
-    which runs."""
+    which runs. `ranks`: that share a step. The source's recipe has the sizes that `auto` stands for."""
     kind = kind_of(recipe)
     if issubclass(kind, RolloutSource):
         return kind.of(recipe, tokenizer, report=report, stage=stage, models=models, **files)
@@ -36,4 +36,4 @@ def source_of(
             what=f"--{option}: objective {recipe.objective} has no rewards",
             fix="remove it, or set objective: grpo, gspo or rloo",
         )
-    return kind.of(recipe, tokenizer, report=report, stage=stage)
+    return TableSource.of(recipe, tokenizer, report=report, stage=stage, ranks=ranks)

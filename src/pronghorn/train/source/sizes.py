@@ -40,8 +40,22 @@ def steps_in_all(spec: Train, groups: Groups, first: Packs, report: Report) -> i
     return total
 
 
+def sized(recipe: Recipe, groups: Groups, ranks: int) -> Recipe:
+    """With the numbers that `train.batch_tokens: auto` stands for."""
+    tokens = groups.tokens
+    return recipe.sized(int(tokens.sum()) * recipe.train.epochs, int(tokens.max(initial=1)), ranks)
+
+
+def told_sizes(asked: Recipe, recipe: Recipe, steps: int) -> list[str]:
+    if asked.train == recipe.train:
+        return []
+    spec = recipe.train
+    packs = f", train.capacity: {spec.capacity}" if spec.capacity != asked.train.capacity else ""
+    return [f"train.batch_tokens: auto is {spec.batch_tokens}{packs}: {counted(steps, 'step')}"]
+
+
 def _packs(spec: Train) -> int:
-    return spec.batch_tokens // spec.capacity
+    return spec.step_tokens // spec.capacity
 
 
 def dealt(recipe: Recipe, ranks: int, first: Packs) -> list[str]:
@@ -80,7 +94,7 @@ def too_few_steps(recipe: Recipe, table: TokenTable, few: int) -> list[str]:
     tokens = int(groups.tokens.sum()) * spec.epochs
     least = _whole(max(recipe.data.max_length, int(groups.tokens.max()), 8 * groups.tokens.mean()))
     size = max(least, _whole(tokens / ENOUGH) // 2)
-    if size < (spec.batch_tokens if spec.batch_rows is None else 0):
+    if size < (spec.step_tokens if spec.batch_rows is None else 0):
         capacity = min(spec.capacity, size) if size % spec.capacity == 0 or size < spec.capacity else size
         smaller = spec.model_copy(update={"batch_tokens": size, "capacity": capacity})
         first = pack(groups, capacity, seed=spec.seed, epoch=0)

@@ -25,21 +25,23 @@ from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.run.run_identity import data_key
 from pronghorn.train.setup.preference_data import shares_prompts
 from pronghorn.train.source.data_facts import data_facts
-from pronghorn.train.source.sizes import dealt, empty_packs, steps_in_all, too_few_steps
+from pronghorn.train.source.sizes import dealt, empty_packs, sized, steps_in_all, told_sizes, too_few_steps
 from pronghorn.train.source.source import Foreseen, Report, Source
 from pronghorn.train.step.step import StageTimer
 
 
 class TableSource(Source):
     def __init__(
-        self, recipe: Recipe, train: TokenTable, held_out: TokenTable | None, pad_id: int, prepared: Prepared, report: Report
-    ) -> None:
+        self, recipe: Recipe, train: TokenTable, held_out: TokenTable | None, pad_id: int, prepared: Prepared, report: Report,
+        ranks: int = 1,
+    ) -> None:  # fmt: skip
         """`prepared`: all rows of data.train, also those held out."""
+        self._groups = groups_of(train, objective_of(recipe).together)
+        recipe = sized(recipe, self._groups, ranks)
         spec = recipe.train
         self.recipe, self.train, self.held_out, self.pad_id, self.prepared = recipe, train, held_out, pad_id, prepared
         self.known = (train,) if held_out is None else (train, held_out)
         self.remarks: tuple[str, ...] = ()  # what reading and cutting the rows has to tell
-        self._groups = groups_of(train, objective_of(recipe).together)
         self.first_epoch: Packs = pack(self._groups, spec.capacity, seed=spec.seed, epoch=0, rows=spec.batch_rows)
         self.total = spec.steps or steps_in_all(spec, self._groups, self.first_epoch, report)
         self.shapes = Shapes.planned(train, self.first_epoch, spec.capacity)
@@ -47,14 +49,15 @@ class TableSource(Source):
         self.packs_per_step = max(1, round(float(packs.mean()))) if len(packs) else 0
 
     @classmethod
-    def of(cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer) -> Self:
+    def of(cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, ranks: int = 1) -> Self:
         shared, told = shares_prompts(recipe)
         prepared, other, sides = read_apart(recipe, tokenizer, report, stage)
         held_out = None if sides.held is None else sides.held.sharing(shared)
         with stage("pack"):
-            source = cls(recipe, sides.train.sharing(shared), held_out, padding_id(tokenizer), prepared, report)
+            source = cls(recipe, sides.train.sharing(shared), held_out, padding_id(tokenizer), prepared, report, ranks)
         source.selection = sides.selection
-        source.remarks = (*prepared.remarks, *told, *(other.remarks if other else ()), *sides.remarks)
+        read = (*prepared.remarks, *told, *(other.remarks if other else ()), *sides.remarks)
+        source.remarks = (*told_sizes(recipe, source.recipe, source.total), *read)
         return source
 
     @classmethod
