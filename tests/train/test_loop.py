@@ -12,7 +12,9 @@ import torch
 from watching import RecipeFor, Silent, losses_of, same, stop_at, weights
 
 from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Interrupted, RecipeError
+from pronghorn.report.account import account
 from pronghorn.report.run_log import history, read_log
+from pronghorn.report.run_stats import run_stats
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
@@ -159,6 +161,13 @@ def test_an_early_stop_of_a_constant_rate_begins_the_decay(
     assert (again.reason, again.why, again.checkpoint) == ("early stop", whole.why, parts.checkpoint)
     (event,) = [event for event in history(read_log(parts.folder)) if event["event"] == "decay"]
     assert (event["step"], event["steps"]) == (4, 7)
+    stats = run_stats(events := read_log(parts.folder))
+    assert (stats.step, stats.steps, stats.planned) == (7, 7, 20)
+    books = account(stats, events)
+    assert books is not None
+    assert [(one.by, one.count, one.what) for one in books.not_spent] == [("stop", 13, whole.why)]
+    assert books.error is not None
+    assert books.error > 0
 
 
 def test_the_best_checkpoint_is_kept(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:

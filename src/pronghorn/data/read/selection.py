@@ -54,7 +54,7 @@ class Selection:
     """What `data.select` did."""
 
     train: TokenTable
-    left_out: Mapping[str, int]  # rows that are not trained on, by reason
+    left_out: Mapping[str, tuple[int, int]]  # rows that are not trained on, and their tokens, by reason
     remarks: tuple[str, ...]
     file: str = ""
     digest: str = ""  # SHA-256 of the file
@@ -66,7 +66,7 @@ class Selection:
 
     def as_dict(self) -> dict[str, Any]:
         """For the log."""
-        return {"file": self.file, "sha256": self.digest, "left_out": dict(self.left_out)}
+        return {"file": self.file, "sha256": self.digest, "left_out": {why: rows for why, (rows, _) in self.left_out.items()}}
 
 
 def keys_of(rows: Rows, progress: Progress = silent) -> list[str]:
@@ -110,7 +110,12 @@ def select(train: TokenTable, rows: Rows, what: str | Share, seed: int, progress
     told = [
         f"left out {counted(count, unit)}: {reason} ({file.get('file', 'data.select')})" for reason, count in counts.items()
     ]
-    return Selection(_without(side, leaves), counts, (*told, *remarks), **file)
+    tokens = np.bincount(np.searchsorted(side.numbers, side.units), weights=train.lengths, minlength=len(side))
+    left_out = {
+        why: (count, int(sum(tokens[unit] for unit, reason in enumerate(reasons) if reason == why)))
+        for why, count in counts.items()
+    }
+    return Selection(_without(side, leaves), left_out, (*told, *remarks), **file)
 
 
 def _without(side: Side, leaves: Flags) -> TokenTable:

@@ -57,7 +57,6 @@ class RunAnswers:
             progress=self._progress,
             objective=session.objective,
             world=session.world,
-            by_row=session.recipe.eval.stop is not None and session.recipe.eval.stop.gain is not None,
         )
 
     def before_training(self) -> None:

@@ -20,7 +20,7 @@ from pronghorn.recipe_parts import Stop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import document_losses
-from pronghorn.train.run.paired import Counts, Floats, Seen, difference, expected_gain, kept
+from pronghorn.train.run.paired import Counts, Floats, Seen, difference, expected_gain, kept, mean_error
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Evaluation:
     tokens: int  # held-out tokens that carry loss
     figures: dict[str, float] = field(default_factory=dict)  # what else the objective shows
     samples: int = 0  # held-out prompts that were answered for the figures
-    losses_R: Floats | None = field(default=None, compare=False)  # summed loss of each row, where it was asked for
+    losses_R: Floats | None = field(default=None, compare=False)  # summed loss of each row, where there is one
+    error: float | None = field(default=None, compare=False)  # standard error of the loss, over these rows
 
     @property
     def perplexity(self) -> float:
@@ -48,7 +49,6 @@ def evaluate(
     progress: Callable[[str, int, int], None] | None = None,
     objective: Objective | None = None,
     world: World | None = None,
-    by_row: bool = False,
 ) -> Evaluation:
     """Mean over all held-out tokens with loss, or over what the objective counts: the same number for any capacity."""
     objective, world = objective or Supervised(), world or World()
@@ -65,7 +65,7 @@ def evaluate(
         with autocast():
             sums = objective.sums(model, objective.complete(batch, table).to(device))
         total += sums.loss.double()
-        if by_row and sums.rows_N is not None:
+        if sums.rows_N is not None:
             rows.append((batch, sums.rows_N))
         watched += 0.0 if sums.watched is None else sums.watched.double()
         counts += objective.count(batch)
@@ -77,7 +77,9 @@ def evaluate(
     found = world.total(*total.tolist(), *counts.tolist(), tokens, *watched.tolist())
     loss = sum(found[i] / found[objective.terms + i] for i in range(objective.terms))
     figures = objective.figures(found[2 * objective.terms + 1 :])
-    return Evaluation(loss, int(found[2 * objective.terms]), figures, losses_R=_losses(table, rows, world) if by_row else None)
+    losses_R = _losses(table, rows, world) if objective.has_rows else None
+    error = None if losses_R is None else mean_error(losses_R, table.loss_counts)
+    return Evaluation(loss, int(found[2 * objective.terms]), figures, losses_R=losses_R, error=error)
 
 
 def _losses(table: TokenRows, batches: Sequence[tuple[PackedBatch, torch.Tensor]], world: World) -> Floats:

@@ -57,6 +57,11 @@ def difference(now_R: Floats, before_R: Floats, counts_R: Counts) -> tuple[float
     return float(mean), float(math.sqrt(spread) / tokens)
 
 
+def mean_error(losses_R: Floats, counts_R: Counts) -> float:
+    """The standard error of a loss: how far another draw of such rows may lie."""
+    return difference(losses_R, np.zeros(len(counts_R)), counts_R)[1]
+
+
 def expected_gain(seen: Sequence[Seen], counts_R: Counts, end: float, confidence: float) -> tuple[float, float] | None:
     """By how much the loss will fall until `end` tokens, and what it will not exceed. None: too few evaluations.
 

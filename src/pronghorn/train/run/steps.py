@@ -346,6 +346,7 @@ class Run:
             "eval",
             step=session.step,
             **({} if session.source.evaluates else {"loss": result.loss, "tokens": result.tokens}),
+            **({} if result.error is None else {"loss_error": result.error}),
             **({} if result.figures else {"perplexity": result.perplexity}),
             seconds=time.perf_counter() - began,
             best=session.progress.best_step == session.step,
@@ -357,7 +358,13 @@ class Run:
         """For eval.stop.gain, where the rate is constant; and what the event of the evaluation says of it."""
         session, stop, train = self.session, self.session.recipe.eval.stop, self.session.recipe.train
         constant = train.constant(session.source.total)
-        if stop is None or result.losses_R is None or session.step not in constant or session.progress.decay_from is not None:
+        if (
+            stop is None
+            or stop.gain is None
+            or result.losses_R is None
+            or session.step not in constant
+            or session.progress.decay_from is not None
+        ):
             return {}
         assert session.source.held_out is not None
         counts_R, tokens = session.source.held_out.loss_counts, session.seen_tokens

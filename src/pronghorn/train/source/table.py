@@ -38,6 +38,7 @@ class TableSource(Source):
         spec = recipe.train
         self.recipe, self.train, self.held_out, self.pad_id, self.prepared = recipe, train, held_out, pad_id, prepared
         self.known = (train,) if held_out is None else (train, held_out)
+        self.leaked = (0, 0)  # rows that are held out, too, and their tokens
         self.remarks: tuple[str, ...] = ()  # what reading and cutting the rows has to tell
         self._groups = groups_of(train, objective_of(recipe).together)
         self.first_epoch: Packs = pack(self._groups, spec.capacity, seed=spec.seed, epoch=0, rows=spec.batch_rows)
@@ -53,7 +54,7 @@ class TableSource(Source):
         held_out = None if sides.held is None else sides.held.sharing(shared)
         with stage("pack"):
             source = cls(recipe, sides.train.sharing(shared), held_out, padding_id(tokenizer), prepared, report)
-        source.selection = sides.selection
+        source.selection, source.leaked = sides.selection, sides.leaked
         source.remarks = (*prepared.remarks, *told, *(other.remarks if other else ()), *sides.remarks)
         return source
 
@@ -95,7 +96,7 @@ class TableSource(Source):
             "loss_tokens": int(self.train.loss_counts.sum()),
             "packs": len(self.first_epoch),
             "efficiency": self.first_epoch.efficiency(self.recipe.train.capacity),
-            **data_facts(self.prepared.counts, self.train, self.selection),
+            **data_facts(self.prepared.counts, self.train, self.selection, self.leaked),
         }
 
     def notices(self) -> list[str]:
