@@ -102,7 +102,8 @@ eval:
   # regex: "#### ([0-9]+)"                   # for the metric regex: compares its matches in answer and expected answer
   best: loss                                 # selects the best checkpoint: loss, or one of the metrics
   # stop: {patience: 3, min_delta: 0.002}    # early stopping; with schedule wsd, the decay begins
-  #   or, with schedule wsd or constant, {gain: 0.005, confidence: 0.9}: no gain of 0.005 is to be expected (docs/stopping.md)
+  #   or, with schedule wsd or constant, {gain: 0.005, confidence: 0.9}: no gain of 0.005 is to be expected; both: patience,
+  #   too. For metrics of answers, confidence is that of a paired test (docs/stopping.md)
 health: {spike: warn}                        # on a loss spike: warn | skip (the update) | rewind (to the last checkpoint)
 report:
   to: []                                     # loggers besides run.jsonl and report.html: tensorboard | wandb | trackio | mlflow

@@ -20,7 +20,20 @@ from pronghorn.recipe_parts import Stop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import document_losses
-from pronghorn.train.run.paired import Counts, Floats, Seen, difference, expected_gain, kept, mean_error
+from pronghorn.train.run.paired import (
+    FEWEST_QUESTIONS,
+    Compared,
+    Counts,
+    Floats,
+    Seen,
+    as_text,
+    compared,
+    difference,
+    expected_gain,
+    kept,
+    mean_error,
+    of_text,
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,14 @@ def _losses(table: TokenRows, batches: Sequence[tuple[PackedBatch, torch.Tensor]
     return np.array(world.total(*losses_R.tolist()))
 
 
+@dataclass(frozen=True)
+class QuestionScores:
+    """What the answers of an evaluation score by the metric that decides."""
+
+    key: str  # by which the questions are known
+    scores_Q: Floats
+
+
 LOWER_IS_BETTER = ("loss",)  # every metric of answers is better when it is higher
 
 
@@ -103,16 +124,28 @@ class Progress:
     best_step: int | None = None
     without_gain: int = 0  # evaluations in a row that gained less than min_delta over `reference`
     reference: float | None = None
+    answered: tuple[str, str] | None = None  # of a metric of answers, at `reference`: key and score of each question
     decay_from: int | None = None  # of schedule wsd: the step after which the decay began before its time
     why: str = ""  # it did
     seen: list[Seen] = field(default_factory=list)  # evaluations that eval.stop.gain looks at
     expected: tuple[float, float] | None = None  # by its trend: the gain of the rest of the run, and what it will not exceed
 
-    def after(self, value: float, step: int, stop: Stop | None) -> Progress:
+    def after(self, value: float, step: int, stop: Stop | None, answers: QuestionScores | None = None) -> Progress:
+        """`answers`: of a metric of answers. Then a gain is one that the paired test shows, too."""
         better = replace(self, best=value, best_step=step) if self._beyond(value, self.best, 0.0) else self
-        if self._beyond(value, self.reference, stop.min_delta if stop else 0.0):
-            return replace(better, reference=value, without_gain=0)
+        against = None if answers is None else self.against(answers)
+        other = answers is not None and against is None  # other questions than before, or the first
+        gains = other or self._beyond(value, self.reference, stop.least if stop else 0.0)
+        if gains and math.isfinite(value) and (against is None or stop is None or against.chance <= 1 - stop.confidence):
+            answered = None if answers is None else (answers.key, as_text(answers.scores_Q))
+            return replace(better, reference=value, without_gain=0, answered=answered)
         return replace(better, without_gain=self.without_gain + 1)
+
+    def against(self, answers: QuestionScores) -> Compared | None:
+        """These answers beside those of the last evaluation that gained, to the same questions."""
+        if self.answered is None or self.answered[0] != answers.key:
+            return None
+        return compared(of_text(as_text(answers.scores_Q)), of_text(self.answered[1]))
 
     def _beyond(self, value: float, before: float | None, by: float) -> bool:
         if before is None:
@@ -121,19 +154,22 @@ class Progress:
 
     def verdict(self, stop: Stop | None) -> str:
         """Why the run should end, or nothing."""
-        if stop is not None and stop.gain is not None:
-            if self.expected is None or self.expected[1] >= stop.gain:
-                return ""
+        if stop is not None and stop.gain is not None and self.expected is not None and self.expected[1] < stop.gain:
             gain, most = self.expected
             return (
                 f"held-out loss is expected to fall by {gain:.4f} in the rest of the run, and with a probability of "
                 f"{stop.confidence:g} by less than {most:.4f}"
             )
-        if stop is None or self.without_gain < stop.patience:
+        if stop is None or self.without_gain < stop.evaluations:
             return ""
         evaluations = counted(self.without_gain, "evaluation")
+        by = ""
+        if self.answered is not None:
+            if (questions := len(of_text(self.answered[1]))) < FEWEST_QUESTIONS:
+                return ""
+            by = f" (or by chance, in a paired test of {questions:,} questions at a confidence of {stop.confidence:g})"
         best = "" if self.best is None else f"; best {self.best:.4f} at step {self.best_step}"
-        return f"held-out {self.metric} improved by less than {stop.min_delta} in {evaluations} in a row{best}"
+        return f"held-out {self.metric} improved by less than {stop.least}{by} in {evaluations} in a row{best}"
 
     def by(self, metric: str) -> Progress:
         """Itself, or from the beginning where another metric decides now."""
@@ -155,11 +191,16 @@ class Progress:
         return replace(self, seen=seen, expected=expected), said
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"seen": [list(one) for one in self.seen], "expected": self.expected and list(self.expected)}
+        lists = {name: None if (pair := getattr(self, name)) is None else list(pair) for name in ("expected", "answered")}
+        return asdict(self) | {"seen": [list(one) for one in self.seen], **lists}
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> Progress:
         """From a checkpoint's JSON."""
-        expected = stored.get("expected")
+        expected, answered = stored.get("expected"), stored.get("answered")
         seen = [Seen(int(tokens), str(losses)) for tokens, losses in stored.get("seen", [])]
-        return cls(**stored | {"seen": seen, "expected": expected and (float(expected[0]), float(expected[1]))})
+        pairs = {
+            "expected": expected and (float(expected[0]), float(expected[1])),
+            "answered": answered and (str(answered[0]), str(answered[1])),
+        }
+        return cls(**stored | {"seen": seen, **pairs})

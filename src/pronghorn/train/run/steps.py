@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from pronghorn.data.pack.loader import StepBatch
@@ -26,8 +27,8 @@ from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
 from pronghorn.train.checkpoint.saving import saver_of
-from pronghorn.train.run.answers import RunAnswers
-from pronghorn.train.run.evaluate import Evaluation
+from pronghorn.train.run.answers import DECIDING, RunAnswers
+from pronghorn.train.run.evaluate import Evaluation, QuestionScores
 from pronghorn.train.run.row_losses import RowLosses
 from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
 from pronghorn.train.run.signals import StopRequest
@@ -337,11 +338,14 @@ class Run:
             result = self._answers.measure()
         with self.stages("answers"):
             answered = session.on_writer(self._answers.evaluate)
+        deciding = answered.pop(DECIDING, None)
         if result.figures:
             answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
-        session.progress = session.progress.after(value, session.step, recipe.eval.stop)
-        answered = answered | self._compare_rows(result)
+        scores = deciding and QuestionScores(deciding["key"], np.array(deciding["scores"]))
+        against = session.progress.against(scores) if scores else None
+        session.progress = session.progress.after(value, session.step, recipe.eval.stop, scores)
+        answered = answered | ({"paired": against._asdict()} if against else {}) | self._compare_rows(result)
         self.log.write(
             "eval",
             step=session.step,
