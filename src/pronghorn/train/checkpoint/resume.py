@@ -26,6 +26,7 @@ from pronghorn.train.checkpoint.checkpoint import (
     restore_rng,
     way_out,
 )
+from pronghorn.train.checkpoint.longer import LENGTH, as_longer, is_longer, is_stable
 from pronghorn.train.run.evaluate import Progress
 from pronghorn.train.source import kind_of
 from pronghorn.train.step.spikes import losses_of
@@ -53,6 +54,7 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
         if not isinstance(values["scaler"], dict) or not all(isinstance(values[key], str) for key in ("data", "held_out")):
             raise ValueError("the loss scale or the data key has the wrong type")
         losses_of(values)
+        int(values.get("planned") or 0)
         return Described(trained, Progress.of(values["progress"]), values["seen_tokens"])
     except _MISFITS as error:
         raise _not_ours(path, error) from error
@@ -63,17 +65,27 @@ def find_checkpoint(
 ) -> tuple[Path, TrainState] | None:
     """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock."""
     damaged: list[tuple[Path, CheckpointError]] = []
+    decayed: tuple[Path, TrainState, dict[str, str]] | None = None  # the newest that a longer run does not go on from
     for path in reversed(list_checkpoints(run)):
         try:
             state = load_checkpoint(path)
-            before = described(path, state.recipe, state.values).recipe
+            then = described(path, state.recipe, state.values)
             _require_rng(path, state)
         except OtherVersionError:
             raise
         except CheckpointError as error:
             damaged.append((path, error))
             continue
-        _refuse_or_tell(before.differences(recipe), allow, path, run, say)
+        changed = then.recipe.differences(recipe)
+        if is_longer(then.recipe, recipe, state):
+            if not is_stable(then.recipe, then.progress, state):
+                decayed = decayed or (path, state, changed)
+                continue
+            state = as_longer(state, then.progress, recipe, run)
+            for key in LENGTH:
+                if change := changed.pop(key, ""):
+                    say(f"{key}: {change}: the run goes on from {path.name}, where its rate was constant")
+        _refuse_or_tell(changed, allow, path, run, say)
         for broken, damage in damaged:
             aside = set_aside_damaged(broken)
             lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
@@ -84,7 +96,11 @@ def find_checkpoint(
         return path, state
     if damaged:
         raise damaged[0][1]
-    return None
+    if decayed is None:
+        return None
+    path, state, changed = decayed
+    _refuse_or_tell(changed, allow, path, run, say)
+    return path, state
 
 
 def require_allowable(allow: Collection[str], recipe: Recipe) -> None:

@@ -39,14 +39,14 @@ from pronghorn.train.step.optim import optimizer_tensors, trainable
 
 def try_first_save(recipe: Recipe, folder: Path, facts: ModelFacts, tokenizer: Tokenizer) -> None:
     """Before weights load: the tokenizer's files and the model's config, written beside the checkpoints to come and removed,
-    and room for all of these (those kept, the best one and the one being written)."""
+    and room for all of these (those kept, the best one, with wsd the one before the decay, and the one being written)."""
     with scratch(folder) as place:
         try_small_files(recipe.model, tokenizer, place)
         small = bytes_of(place)
     trained = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     one = 4 * trained + sum(moment_bytes(recipe.train.optimizer, trained)) + small
     there = sum(bytes_of(path) for path in list_checkpoints(folder))
-    needed = max(one, one * (recipe.checkpoint.keep + 2) - there) + margin_bytes(one)
+    needed = max(one, one * (recipe.checkpoint.keep + 2 + (recipe.train.schedule == "wsd")) - there) + margin_bytes(one)
     require_free_disk(folder, needed, "this run", then="run the same command again")
 
 
@@ -168,6 +168,7 @@ class WritingSaver(Saver):
                 lambda place: self._write_model(place, weights),
                 keep=session.recipe.checkpoint.keep,
                 best_step=session.progress.best_step,
+                stable_step=session.stable_step,
                 needed_bytes=sum(p.nbytes for p in weights.values()) + self._small,
             )
         self.saved_step = session.step
@@ -210,6 +211,7 @@ class WritingSaver(Saver):
                 snapshot,
                 keep=session.recipe.checkpoint.keep,
                 best_step=session.progress.best_step,
+                stable_step=session.stable_step,
                 values={"losses": session.spikes.losses},
             )
         self._saved(snapshot.step)
@@ -224,6 +226,7 @@ class WritingSaver(Saver):
                 "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
                 **session.identity,
                 "progress": session.progress.as_dict(),
+                "planned": session.source.total,
                 "scaler": session.take_step.scaler.state_dict(),
                 "losses": session.spikes.losses,
             },

@@ -126,7 +126,7 @@ class Run:
             begun = session.step + len(self._under_way)
             last = begun == session.total
             evaluates = source.held_out is not None and (begun % self._eval_every == 0 or last)
-            saves = begun % self._save_every == 0
+            saves = self._saves_at(begun)
             if evaluates or last or (saves and (self._saver.waits or not self._under_way)):
                 verdict = self._pause(evaluates, last)
             else:
@@ -162,8 +162,7 @@ class Run:
         self._log_ranks()
         verdict = self._evaluate() if evaluates else ""
         best_now = session.progress.best_step == session.step
-        decays_now = session.progress.decay_from == session.step
-        if session.step % self._save_every == 0 or last or best_now or verdict or decays_now:
+        if self._saves_at(session.step) or last or best_now or verdict:
             self._saver.save()
         if not last:
             self._refresh_page(news=evaluates)
@@ -264,7 +263,7 @@ class Run:
         now = time.perf_counter()
         log_step(session, self.log, step_batch, result, done.lr, now - self._mark)
         self._rows.add(session.step, step_batch, result.losses)
-        if session.step % self._save_every == 0:
+        if self._saves_at(session.step):
             self._rows.flush()
         self._compare_with_plan(now - self._mark)
         self._mark = time.perf_counter() if self._refresh_page() else now  # a page is no part of the next step's time
@@ -385,6 +384,9 @@ class Run:
             self.display.progress(SAVING, 1, 1)
             what = f"Stopped after step {self.session.step}; saved to {self._saver.checkpoint}. Run the same command to resume."
         raise Interrupted(what=what, signal_number=signal_number)
+
+    def _saves_at(self, step: int) -> bool:
+        return step % self._save_every == 0 or step == self.session.stable_step
 
     def _doing(self) -> str:
         return f"step {self.session.step + max(1, len(self._under_way))}"

@@ -41,6 +41,7 @@ from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
+from pronghorn.train.checkpoint.longer import warm_up_of_longer
 from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable
 from pronghorn.train.dist.expert_shards import shares_of, spread
 from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
@@ -98,6 +99,12 @@ class Session:
     def total(self) -> int:
         """Optimizer steps: fewer than the source has, where an early stop began the decay."""
         return self.recipe.train.decays(self.source.total, self.progress.decay_from).stop
+
+    @property
+    def stable_step(self) -> int | None:
+        """After which the rate decays, where it was constant before (wsd): a longer run goes on from there."""
+        decays = self.recipe.train.decays(self.source.total, self.progress.decay_from)
+        return decays.start if decays else None
 
     @property
     def autocast(self) -> Callable[[], Any]:
@@ -197,7 +204,10 @@ def set_up(
         source = source_of(recipe, tokenizer, report=report, stage=stage, models=reward_models(recipe), **files)
     keys = source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = source.dealt(world.size) + told_of(shard, world)
+    told = [
+        *source.dealt(world.size), *told_of(shard, world),
+        *(warm_up_of_longer(found[1], recipe, source.total, found[0]) if found else ()),
+    ]  # fmt: skip
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
