@@ -19,7 +19,7 @@ from pronghorn.report.loggers.table import require_installed
 from pronghorn.report.run_log import RunLog, SilentLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import clean_leftovers
-from pronghorn.train.checkpoint.longer import set_aside_later
+from pronghorn.train.checkpoint.resume import set_aside_later
 from pronghorn.train.checkpoint.saving import try_first_save
 from pronghorn.train.dist.world import World
 from pronghorn.train.run.run_folder import RunFolder, set_aside

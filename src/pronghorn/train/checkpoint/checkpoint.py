@@ -157,6 +157,13 @@ def list_checkpoints(run: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    match = _COMPLETE.fullmatch(path.name)
+    assert match
+    return int(match["step"])
+
+
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest by name; loading it tells whether it is intact."""
     return next(reversed(list_checkpoints(run)), None)

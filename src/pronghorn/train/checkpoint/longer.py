@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pronghorn.errors import CheckpointError, EnvironmentFault, counted
+from pronghorn.errors import CheckpointError, counted
 from pronghorn.recipe import Recipe
-from pronghorn.train.checkpoint.checkpoint import TrainState, list_checkpoints
+from pronghorn.train.checkpoint.checkpoint import TrainState
 from pronghorn.train.run.evaluate import Progress
 
 LENGTH = ("train.epochs", "train.steps")
@@ -47,8 +47,11 @@ def as_longer(state: TrainState, progress: Progress, now: Recipe, run: Path) -> 
     return replace(state, values={**state.values, "progress": freed.as_dict()})
 
 
-def warm_up_of_longer(state: TrainState, now: Recipe, total: int, path: Path) -> list[str]:
+def warm_up_of_longer(found: tuple[Path, TrainState] | None, now: Recipe, total: int) -> list[str]:
     """What to tell where the warm-up is a share of all steps, and another number now. `total`: steps that are planned."""
+    if found is None:
+        return []
+    path, state = found
     planned = int(state.values.get("planned") or total)
     before, after = (now.train.warmup_steps(steps) for steps in (planned, total))
     if total <= planned or before == after or now.train.schedule not in ("wsd", "constant"):
@@ -62,21 +65,3 @@ def warm_up_of_longer(state: TrainState, now: Recipe, total: int, path: Path) ->
         )
     share = f"train.warmup: {now.train.warmup:g}"
     return [f"the warm-up was {counted(before, 'step')}; a run planned for {total:,} steps has {after:,} ({share})"]
-
-
-def set_aside_later(run: Path, step: int) -> list[str]:
-    """Renames checkpoints after this step, of a decay that is not gone on from: they are still there to be used."""
-    told = []
-    for later in list_checkpoints(run):
-        if int(later.name.split("-")[1].split(".")[0]) > step:
-            number, aside = 1, later.with_name(f"{later.name}.decayed")
-            while aside.exists():
-                number += 1
-                aside = later.with_name(f"{later.name}.decayed-{number}")
-            try:
-                later.rename(aside)
-            except OSError as error:
-                fix = "move it away, then run the same command again"
-                raise EnvironmentFault.of(error, "cannot rename a checkpoint of the decay", later, fix) from error
-            told.append(f"{later.name}, after the decay, is renamed to {aside.name}")
-    return told

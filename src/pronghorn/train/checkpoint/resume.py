@@ -24,6 +24,7 @@ from pronghorn.train.checkpoint.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     restore_rng,
+    step_of,
     way_out,
 )
 from pronghorn.train.checkpoint.longer import LENGTH, as_longer, is_longer, is_stable
@@ -87,8 +88,8 @@ def find_checkpoint(
                     say(f"{key}: {change}: the run goes on from {path.name}, where its rate was constant")
         _refuse_or_tell(changed, allow, path, run, say)
         for broken, damage in damaged:
-            aside = set_aside_damaged(broken)
-            lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
+            aside = set_aside(broken)
+            lost = counted(step_of(broken) - state.step, "step")
             say(
                 f"{broken.name}: {damage.what} ({damage.where}); it is renamed to {aside.name}, and the run resumes from "
                 f"{path.name}: {lost} lost, to be repeated"
@@ -149,14 +150,20 @@ def _not_ours(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError("the manifest does not describe a run", where=str(path / MANIFEST), why=text, fix=way_out(path))
 
 
-def set_aside_damaged(path: Path) -> Path:
-    number, aside = 1, path.with_name(f"{path.name}.damaged")
+def set_aside_later(run: Path, step: int) -> list[str]:
+    """Renames checkpoints after this step, of a decay that is not gone on from: they are still there to be used."""
+    later = [path for path in list_checkpoints(run) if step_of(path) > step]
+    return [f"{path.name}, after the decay, is renamed to {set_aside(path, 'decayed').name}" for path in later]
+
+
+def set_aside(path: Path, why: str = "damaged") -> Path:
+    number, aside = 1, path.with_name(f"{path.name}.{why}")
     while os.path.lexists(aside):
         number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+        aside = path.with_name(f"{path.name}.{why}-{number}")
     try:
         path.rename(aside)
     except OSError as error:
         fix = "move it away, then run the same command again"
-        raise EnvironmentFault.of(error, "cannot rename a damaged checkpoint", path, fix) from error
+        raise EnvironmentFault.of(error, f"cannot rename a {why} checkpoint", path, fix) from error
     return aside

@@ -29,7 +29,7 @@ from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import TrainState, capture_rng, list_checkpoints, margin_bytes, save_checkpoint
 from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter, Snapshot
-from pronghorn.train.checkpoint.resume import set_aside_damaged
+from pronghorn.train.checkpoint.resume import set_aside
 from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.run.run_folder import require_free_disk
 from pronghorn.train.setup.setup import Session
@@ -198,7 +198,7 @@ class WritingSaver(Saver):
     def withdraw(self, step: int) -> None:
         path = self._folder / f"checkpoint-{step}"
         if self.saved_step == step and path.is_dir():
-            aside = set_aside_damaged(path)
+            aside = set_aside(path)
             self._log.write("notice", text=f"{path.name} holds the weights that broke the run; it is renamed to {aside.name}")
             self.checkpoint = None
 

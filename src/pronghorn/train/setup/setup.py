@@ -204,10 +204,7 @@ def set_up(
         source = source_of(recipe, tokenizer, report=report, stage=stage, models=reward_models(recipe), **files)
     keys = source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = [
-        *source.dealt(world.size), *told_of(shard, world),
-        *(warm_up_of_longer(found[1], recipe, source.total, found[0]) if found else ()),
-    ]  # fmt: skip
+    told = [*source.dealt(world.size), *told_of(shard, world), *warm_up_of_longer(found, recipe, source.total)]
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
