@@ -83,6 +83,7 @@ train:
   schedule: cosine                           # cosine | linear | constant | wsd (constant, then a decay)
   warmup: 0.03                               # a fraction of all steps, or a number of steps
   decay: 0.2                                 # of schedule wsd: the last steps, as a fraction of all steps or a number
+  # average: 0.05                            # mean adapter of the last steps, if better on held-out rows (fraction or number)
   optimizer: adamw                           # adamw | adamw_8bit | paged_adamw | paged_adamw_8bit (paged: in host RAM)
   betas: [0.9, 0.999]
   eps: 1e-8
@@ -120,6 +121,7 @@ KINDS = {
     "train.betas": "write two numbers, such as [0.9, 0.999]",
     "objective.clip": "write two numbers, such as [0.2, 0.28]",
     "train.warmup": "write a fraction of all steps below 1, or a number of steps",
+    "train.average": "write a number of steps, or a fraction of all steps such as 0.05",
     "train.decay": "write a number of steps, or a fraction of all steps such as 0.2",
     "checkpoint.every": "write a number of steps, or a fraction of all steps such as 0.1",
     "eval.every": "write a number of steps, or a fraction of all steps such as 0.1",

@@ -136,6 +136,7 @@ class Train(Section):
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: Fraction | Annotated[int, Field(gt=0, strict=True)] = 0.03  # fraction of all steps, or number of steps
     decay: Every = 0.2  # of wsd: the last steps, as a fraction of all steps or a number
+    average: Every | None = None  # of adapters: the mean of the last steps, where held-out rows show it to be better
     # moments in 32 or 8 bits (a quarter of the memory), on the GPU or paged (in host RAM, copied at each step)
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)

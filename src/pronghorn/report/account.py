@@ -48,6 +48,7 @@ class Account:
     deciding: dict[str, float]
     tokens_per_second: float | None  # of the steps; None: too few
     not_spent: tuple[NotSpent, ...]
+    averaged: str = ""  # whether the mean of the last weights was kept, and why
 
     @property
     def planned(self) -> float | None:
@@ -74,6 +75,8 @@ class Account:
             saved = "; ".join(map(_saved, self.not_spent))
             rate = f"{number_format.count(self.tokens_per_second)} tokens per second"
             told.append(("not spent", f"estimated at the run's own {rate}: planned {_took(self.planned, self.unit)}; {saved}"))
+        if self.averaged:
+            told.append(("average", self.averaged))
         if any(self.deciding.values()):
             spent = (f"{number_format.duration(seconds)} {name}" for name, seconds in self.deciding.items() if seconds)
             told.append(("deciding", ", ".join(spent)))
@@ -87,7 +90,7 @@ def account(run: RunStats, events: Sequence[dict[str, Any]]) -> Account | None:
     if not start:
         return None
     gpus, metric = max(1, run.gpus), run.decides
-    at_best: dict[str, Any] = next((e for e in kept if e["event"] == "eval" and e.get("step") == run.best_step), {})
+    at_best: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "eval" and e.get("step") == run.best_step), {})
     curve = run.evaluation if metric == "loss" else run.metrics.get(metric, run.evaluation)
     errors = at_best.get("metric_errors")
     error = at_best.get("loss_error") if metric == "loss" else (errors if isinstance(errors, dict) else {}).get(metric)
@@ -100,6 +103,7 @@ def account(run: RunStats, events: Sequence[dict[str, Any]]) -> Account | None:
         unit="GPU seconds" if run.gpus else "seconds", seconds=gpus * run.seconds,
         training=gpus * sum(run.stages.get(stage, 0.0) for stage in TRAINING), deciding=deciding,
         tokens_per_second=rate, not_spent=tuple(_not_spent(run, kept, start, rate / gpus)) if rate else (),
+        averaged=next((str(e.get("text", "")) for e in reversed(kept) if e["event"] == "average"), ""),
     )  # fmt: skip
 
 

@@ -390,6 +390,7 @@ _SAYINGS: dict[str, Callable[[_Run, dict[str, Any], int], list[str]]] = {
     "notice": _say_notice,
     "rewind": _say_notice,
     "decay": _say_notice,
+    "average": _say_notice,
     "plan": _say_text,
     "measured": _say_text,
     "end": _say_end,

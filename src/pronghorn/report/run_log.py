@@ -28,6 +28,7 @@ BELONGS_TO_A_STEP = (
     "ranks",
     "samples",
     "decay",
+    "average",
 )  # events that a resume from an earlier step makes void
 SYNCED = ("checkpoint", "rewind", "end")  # rare, and what a resume relies on: these also survive a power cut
 TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line

@@ -29,7 +29,8 @@ def is_longer(then: Recipe, now: Recipe, state: TrainState) -> bool:
 
 def is_stable(then: Recipe, progress: Progress, state: TrainState) -> bool:
     """`then`: the recipe in the checkpoint."""
-    return state.step <= then.train.decays(int(state.values["planned"]), progress.decay_from).start
+    averaged = (state.values.get("average") or {}).get("kept")
+    return not averaged and state.step <= then.train.decays(int(state.values["planned"]), progress.decay_from).start
 
 
 def as_longer(state: TrainState, progress: Progress, now: Recipe, run: Path) -> TrainState:

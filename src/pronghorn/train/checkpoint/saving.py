@@ -45,6 +45,7 @@ def try_first_save(recipe: Recipe, folder: Path, facts: ModelFacts, tokenizer: T
         small = bytes_of(place)
     trained = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     one = 4 * trained + sum(moment_bytes(recipe.train.optimizer, trained)) + small
+    one += 4 * trained * (recipe.train.average is not None)
     there = sum(bytes_of(path) for path in list_checkpoints(folder))
     needed = max(one, one * (recipe.checkpoint.keep + 2 + (recipe.train.schedule == "wsd")) - there) + margin_bytes(one)
     require_free_disk(folder, needed, "this run", then="run the same command again")
@@ -220,13 +221,14 @@ class WritingSaver(Saver):
         session = self._session
         return TrainState(
             step=session.step + len(ahead),
-            tensors=optimizer_tensors(session.optimizer, session.model),
+            tensors=optimizer_tensors(session.optimizer, session.model) | session.average.tensors(),
             values={
                 "cursor": ahead[-1].after if ahead else session.cursor,
                 "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
                 **session.identity,
                 "progress": session.progress.as_dict(),
                 "planned": session.source.total,
+                "average": session.average.values(),
                 "scaler": session.take_step.scaler.state_dict(),
                 "losses": session.spikes.losses,
             },

@@ -28,6 +28,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
 from pronghorn.train.checkpoint.saving import saver_of
 from pronghorn.train.run.answers import DECIDING, RunAnswers
+from pronghorn.train.run.average import put
 from pronghorn.train.run.evaluate import Evaluation, QuestionScores
 from pronghorn.train.run.row_losses import RowLosses
 from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
@@ -123,7 +124,7 @@ class Run:
                 self._pass_over(step_batch, "no answer to a prompt is better than another, so there is no update")
             else:
                 self._begin(step_batch)
-            begun = session.step + len(self._under_way)
+            begun = self._begun_and_averaged()
             last = begun == session.total
             evaluates = source.held_out is not None and (begun % self._eval_every == 0 or last)
             saves = self._saves_at(begun)
@@ -160,7 +161,9 @@ class Run:
         self._rows.flush()
         log_experts(self.session, self.log)
         self._log_ranks()
-        verdict = self._evaluate() if evaluates else ""
+        verdict = self._evaluate(self._measured()) if evaluates else ""
+        if last and session.average.count > 1:
+            self._average()
         best_now = session.progress.best_step == session.step
         if self._saves_at(session.step) or last or best_now or verdict:
             self._saver.save()
@@ -329,12 +332,40 @@ class Run:
                 found = self._answers.measure()
             self.log.write("base", metrics=found.figures, samples=found.samples)
 
-    def _evaluate(self) -> str:
-        """Returns the reason to stop, or nothing."""
-        session, recipe = self.session, self.session.recipe
-        began = time.perf_counter()
+    def _measured(self) -> Evaluation:
+        self._looked_at = time.perf_counter()
         with self.stages("evaluate"):
-            result = self._answers.measure()
+            self._last = self._answers.measure()
+        return self._last
+
+    def _begun_and_averaged(self) -> int:
+        """The last step that was begun. Its weights are read before the next one, where they are averaged."""
+        session = self.session
+        begun = session.step + len(self._under_way)
+        if begun in session.averaged:
+            self._finish_all()
+            with self.stages("average"):
+                session.average.add(session.model, session.averaged.start)
+            self._mark = time.perf_counter()
+        return begun
+
+    def _average(self) -> None:
+        """The mean of the last weights beside the last ones, on the held-out rows: the better one stays in the model."""
+        session, last = self.session, self._last
+        assert session.source.held_out is not None
+        with self.stages("average"):
+            before = session.average.put_in(session.model)
+        mean = self._measured()
+        facts = session.average.decided(session.step, mean, last, session.source.held_out.loss_counts)
+        self.log.write("average", step=session.step, **facts)
+        if session.average.kept:
+            self._evaluate(mean)
+        else:
+            put(session.model, before)
+
+    def _evaluate(self, result: Evaluation) -> str:
+        """Tells of an evaluation, with answers. Returns the reason to stop, or nothing."""
+        session, recipe = self.session, self.session.recipe
         with self.stages("answers"):
             answered = session.on_writer(self._answers.evaluate)
         deciding = answered.pop(DECIDING, None)
@@ -351,7 +382,7 @@ class Run:
             **({} if session.source.evaluates else {"loss": result.loss, "tokens": result.tokens}),
             **({} if result.error is None else {"loss_error": result.error}),
             **({} if result.figures else {"perplexity": result.perplexity}),
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - self._looked_at,
             best=session.progress.best_step == session.step,
             **answered,
         )

@@ -48,6 +48,7 @@ from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, tol
 from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, objective_of
+from pronghorn.train.run.average import Average, window
 from pronghorn.train.run.evaluate import Progress
 from pronghorn.train.run.reward_models import reward_models
 from pronghorn.train.run.run_identity import in_background, require_same_data, run_facts, weights_key
@@ -89,6 +90,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)  # by eval.best
     resumed_from: int | None = None
     spikes: Spikes = field(default_factory=Spikes)
+    average: Average = field(default_factory=Average)  # train.average
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -105,6 +107,11 @@ class Session:
         """After which the rate decays, where it was constant before (wsd): a longer run goes on from there."""
         decays = self.recipe.train.decays(self.source.total, self.progress.decay_from)
         return decays.start if decays else None
+
+    @property
+    def averaged(self) -> range:
+        """Steps after which weights are averaged."""
+        return window(self.recipe.train, self.total, self.recipe.train.decays(self.source.total, self.progress.decay_from))
 
     @property
     def autocast(self) -> Callable[[], Any]:
@@ -376,4 +383,5 @@ def _put_back(session: Session, state: TrainState) -> None:
             "patience restart from here"
         )
     session.spikes = Spikes(session.recipe.health.spike, losses_of(values))
+    session.average = Average.of(values, state.tensors)
     restore_rng(state.rng)
