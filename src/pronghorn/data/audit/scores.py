@@ -39,7 +39,7 @@ class RowScores:
     seconds: float = 0.0  # that a forward pass took
 
     def at(self, rows: npt.NDArray[np.int64]) -> RowScores:
-        """The scores of these rows: the first of each unit. Pieces of a row, and a row that its source repeats, have one loss."""
+        """The scores of these rows: the first of each unit. A row in pieces, or repeated by its source, has one."""
         alike = None if self.alike_R is None else self.alike_R[rows]
         first, last, times = self.first_R[rows], self.last_R[rows], self.times_R[rows]
         return replace(self, loss_R=self.loss_R[rows], first_R=first, last_R=last, times_R=times, alike_R=alike)
