@@ -148,7 +148,7 @@ def test_data_audit_reads_the_losses_of_a_run_or_asks_the_model(
     audit = ("data", "audit", str(place.recipe), "-o", str(tmp_path / "audit"))
     (facts,) = lines(capsys, *audit, "--run", str(place.run))
     assert facts["scores"]["rows"] == facts["rows"] == 30
-    assert [one["name"] for one in facts["reasons"]][5:] == ["off_task", "known", "suspect"]
+    assert [one["name"] for one in facts["reasons"]][5:] == ["known", "suspect"]  # no model was asked
     text = shown(capsys, *audit, "--score", "--leave-out", "off-task:0.5")
     assert "tokens forward through the model" in text
     losses = [json.loads(line)["loss"] for line in (tmp_path / "audit" / "scores.jsonl").read_text().splitlines()]

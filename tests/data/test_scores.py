@@ -116,5 +116,5 @@ def test_a_row_that_fell_beside_the_others_is_no_suspect(tmp_path: Path) -> None
     first[:3], last[:3], times[:3] = (2.5, 4.0, 1.0), (3.0, 3.5, 1.0), 2
     scores = RowScores(last, first, last, times, None, "there")
     found = {one["name"]: one for one in audited(tmp_path / "a.jsonl", scores).facts["reasons"]}
-    assert (found["suspect"]["rows"], found["off_task"]["rows"]) == (1, 0)
+    assert (found["suspect"]["rows"], "off_task" in found) == (1, False)
     assert found["suspect"]["examples"][0]["note"] == "3.0 times the mean loss, 2.5 times when it was first seen"

@@ -66,7 +66,8 @@ def test_facts_are_the_logs_and_estimates_are_tokens_at_the_runs_own_speed() -> 
 
 def test_what_was_not_saved_is_not_claimed() -> None:
     assert [one.by for one in books(steps=40).not_spent] == ["stop"]  # as many steps, whatever the rows
-    assert [one.by for one in books(reason="signal").not_spent] == ["rows", "rows"]  # it can still go on
+    cut = books(reason="signal").not_spent  # after a quarter, and it can still go on
+    assert [(one.by, one.tokens) for one in cut] == [("rows", 250), ("rows", 125)]
     assert books(steps=40, reason="signal").planned is None
     assert account(run_stats([]), []) is None
     odd = [{**event, "data": {"left_out": [1], "select": 3}} if event["event"] == "start" else event for event in log()]

@@ -19,6 +19,7 @@ from pronghorn.report import number_format
 from pronghorn.report.run_log import as_number, history, plain
 from pronghorn.report.run_stats import TRAINING, RunStats
 
+ENDED = ("done", "early stop")
 DECIDING = {"evaluation": ("evaluate", "answers"), "averaging": ("average",)}  # stages of the run
 
 
@@ -111,10 +112,12 @@ def _not_spent(run: RunStats, kept: Sequence[dict[str, Any]], start: dict[str, A
     """`rate`: tokens in a second of one GPU."""
     train = run.recipe.get("train") or {}
     left_out = (start.get("data") or {}).get("left_out")
-    if not train.get("steps"):  # a number of steps is the same with fewer rows: they save nothing
+    whole = 1.0 if run.state in ENDED else run.step / max(1, run.planned)  # of a run that can still go on
+    # A number of steps is the same with fewer rows: they save nothing. Of prompts, the answers are what takes time.
+    if not train.get("steps") and run.reward.last is None:
         for why, found in (left_out if isinstance(left_out, dict) else {}).items():
             rows, tokens = (_finite(number) or 0.0 for number in (found if isinstance(found, list) else []) or (0, 0))
-            tokens *= int(_finite(train.get("epochs")) or 1)
+            tokens *= whole * int(_finite(train.get("epochs")) or 1)
             if rows:
                 yield NotSpent("rows", str(why), int(rows), int(tokens), tokens / rate)
     if run.state == "early stop" and run.step < run.planned and run.step:

@@ -99,7 +99,7 @@ def collect(
         None if pairs else families(side, prepared.rows.path, progress), *_read(trained, held, progress),
         None if scoring is None else scoring(sides.train, sides.held).at(trained.first), leave_out,
     )  # fmt: skip
-    scored = () if known.scores is None else (replace(one, leaves_out=one.name in leave_out) for one in SCORED)
+    scored = [replace(one, leaves_out=one.name in leave_out) for one in SCORED if one.looks(known)]
     hits = [(reason, reason.find(known)) for reason in (*REASONS, *scored)]
     leaves: dict[int, str] = {}
     for reason, found in hits:

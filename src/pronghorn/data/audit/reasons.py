@@ -49,6 +49,11 @@ class Reason:
     risk: str  # what leaving them out risks
     leaves_out: bool  # whether select.json names them; else they are for people
     find: Callable[[Known], dict[int, Hit]]  # by unit
+    reads: str = ""  # what of the scores it needs
+
+    def looks(self, known: Known) -> bool:
+        """Whether there is something to look at."""
+        return not self.reads or getattr(known.scores, self.reads, None) is not None
 
 
 def leaks(known: Known) -> dict[int, Hit]:
@@ -173,15 +178,15 @@ SCORED = (
         "off_task", "least like the held-out rows",
         "Of all rows, the states that the model's head reads are the least like those of the held-out rows (--score). Clean "
         "data has such rows, too.",
-        "What the held-out rows do not ask for gets worse, and the held-out loss does not show it.", False, off_task,
+        "What the held-out rows do not ask for gets worse, and the held-out loss does not show it.", False, off_task, "alike_R",
     ),
     Reason(
         "known", "known rows", "The loss was under a tenth of the mean when a model first saw the row.",
-        "Rows that a model can do hold its format; a tenth of them stays.", False, known_rows,
+        "Rows that a model can do hold its format; a tenth of them stays.", False, known_rows, "first_R",
     ),
     Reason(
         "suspect", "suspects", "The loss is twice the mean or more, and did not fall beside the others'.",
         "Wrong answers are often among them, and rare right ones: these rows are shown and never left out. One wrong number in "
-        "a long answer hardly changes its mean.", False, suspects,
+        "a long answer hardly changes its mean.", False, suspects, "last_R",
     ),
 )  # fmt: skip

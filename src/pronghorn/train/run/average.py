@@ -51,7 +51,7 @@ class Average:
         assert mean.losses_R is not None
         assert last.losses_R is not None
         change, error = difference(mean.losses_R, last.losses_R, counts_R)
-        self.kept = change + SURE * error < 0
+        self.kept, self.sums = change + SURE * error < 0, {}
         losses = f"held-out loss {mean.loss:.4f}, of the last weights {last.loss:.4f} (row by row {change:+.4f} ± {error:.4f})"
         verdict = "the mean is kept" if self.kept else "the mean is not shown to be better, so the last weights are kept"
         text = f"step {step}: mean of the weights after the last {self.count:,} steps: {losses}; {verdict}"
@@ -61,7 +61,7 @@ class Average:
     # ---- in checkpoints ----------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        return {} if self.kept else {f"{PREFIX}{name}": one.clone() for name, one in self.sums.items()}
+        return {f"{PREFIX}{name}": one.clone() for name, one in self.sums.items()}
 
     def values(self) -> dict[str, Any]:
         """Plain JSON; of the last checkpoint: whether its weights are the mean of so many."""

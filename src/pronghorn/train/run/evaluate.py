@@ -15,11 +15,10 @@ from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import counted
 from pronghorn.hf_types import HFModel
-from pronghorn.packs import PackedBatch
 from pronghorn.recipe_parts import Stop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
-from pronghorn.train.objectives.objective import document_losses
+from pronghorn.train.objectives.objective import loss_borders, losses_between
 from pronghorn.train.run.paired import (
     FEWEST_QUESTIONS,
     Compared,
@@ -71,7 +70,7 @@ def evaluate(
     total, counts = (torch.zeros(objective.terms, dtype=torch.float64) for _ in range(2))
     watched = torch.zeros(len(objective.watched), dtype=torch.float64)
     total, watched, tokens, seen = total.to(device), watched.to(device), 0, 0
-    rows: list[tuple[PackedBatch, torch.Tensor]] = []
+    rows: list[tuple[list[int], Counts, torch.Tensor]] = []  # of each batch: documents, borders, losses. Not the batch itself
     if progress:
         progress("evaluating", 0, len(table))  # the first batch alone may take many seconds on a CPU
     for batch in evaluation_batches(table, capacity, pad_id, objective.together, (world.rank, world.size)):
@@ -79,7 +78,7 @@ def evaluate(
             sums = objective.sums(model, objective.complete(batch, table).to(device))
         total += sums.loss.double()
         if sums.rows_N is not None:
-            rows.append((batch, sums.rows_N))
+            rows.append((list(batch.documents), loss_borders(batch), sums.rows_N))
         watched += 0.0 if sums.watched is None else sums.watched.double()
         counts += objective.count(batch)
         tokens += batch.loss_tokens
@@ -95,11 +94,11 @@ def evaluate(
     return Evaluation(loss, int(found[2 * objective.terms]), figures, losses_R=losses_R, error=error)
 
 
-def _losses(table: TokenRows, batches: Sequence[tuple[PackedBatch, torch.Tensor]], world: World) -> Floats:
+def _losses(table: TokenRows, batches: Sequence[tuple[list[int], Counts, torch.Tensor]], world: World) -> Floats:
     """Summed loss of each row, the same on all ranks."""
     losses_R = np.zeros(len(table))
-    for batch, rows_N in batches:
-        losses_R[list(batch.documents)] = document_losses(batch, rows_N)
+    for documents, borders, rows_N in batches:
+        losses_R[documents] = losses_between(borders, rows_N)
     return np.array(world.total(*losses_R.tolist()))
 
 
