@@ -129,7 +129,7 @@ def loss_borders(batch: PackedBatch) -> npt.NDArray[np.int64]:
     return np.searchsorted(batch.loss_rows.numpy(), batch.cu_seqlens.numpy()[: len(batch.documents) + 1])
 
 
-def losses_between(borders: npt.NDArray[np.int64], rows_N: Tensor) -> npt.NDArray[np.float64]:
+def losses_between(borders: npt.NDArray[np.integer], rows_N: Tensor) -> npt.NDArray[np.float64]:
     return np.diff(np.concatenate([[0.0], rows_N.cpu().double().numpy().cumsum()])[borders])
 
 
