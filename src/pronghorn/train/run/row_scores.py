@@ -68,8 +68,8 @@ class _Scoring:
             real_N = torch.from_numpy(np.flatnonzero((labels_N != IGNORED) & (of_N < len(documents)))).to(self._device)
             place_N = torch.from_numpy(of_N).to(self._device)[real_N]
             rows = engine.packed_rows(batch.to(self._device))
+            states_ND = engine.lm.inputs(rows.h_ND.clone())[0][real_N].float()  # a clone: the loss reads the rows, too
             losses_N = engine.lm.losses(rows)[1][real_N].double()
-            states_ND = engine.lm.inputs(rows.h_ND)[0][real_N].float()
             sums = torch.zeros(len(documents), dtype=torch.float64, device=self._device).index_add_(0, place_N, losses_N)
             means_D = torch.zeros(len(documents), states_ND.shape[1], device=self._device).index_add_(0, place_N, states_ND)
             directions = F.normalize(means_D, dim=1)  # a mean has the direction of the sum
