@@ -137,6 +137,34 @@ def test_data_audit_writes_what_check_and_train_read(place: Place, capsys: pytes
     assert "choose another folder" in capsys.readouterr().err
 
 
+def test_data_audit_reads_the_losses_of_a_run_or_asks_the_model(
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    audit = ("data", "audit", str(place.recipe), "-o", str(tmp_path / "audit"))
+    (facts,) = lines(capsys, *audit, "--run", str(place.run))
+    assert facts["scores"]["rows"] == facts["rows"] == 30
+    assert [one["name"] for one in facts["reasons"]][5:] == ["known", "suspect"]  # no model was asked
+    text = shown(capsys, *audit, "--score", "--leave-out", "off-task:0.5")
+    assert "tokens forward through the model" in text
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "audit" / "scores.jsonl").read_text().splitlines()]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 30
+    select = json.loads((tmp_path / "audit" / "select.json").read_text())
+    assert select["scored_seconds"] > 0
+    assert {one["reason"] for one in select["left_out"]} >= {"off_task"}
+    for words, said in (
+        (("--leave-out", "off-task:0.2"), "--leave-out needs --score"),
+        (("--run", str(place.run), "--leave-out", "off-task:0.2"), "--leave-out needs --score"),
+        (("--leave-out", "known:0.2"), "--leave-out needs --run FOLDER or --score"),
+        (("--score", "--leave-out", "known:2"), "not a reason and a share"),
+        (("--score", "--leave-out", "suspect:0.1"), "not a reason and a share"),
+        (("--score", "--run", str(place.run)), "use one of them"),
+        (("--score", "objective=dpo"), "has no loss of each row"),
+    ):
+        assert main([*audit, *words]) == 2
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("row", ["31", "0"])
 def test_a_row_that_is_not_there(place: Place, capsys: pytest.CaptureFixture[str], row: str) -> None:
     assert main(["data", "show", str(place.recipe), f"--row={row}"]) == 2

@@ -72,8 +72,8 @@ def test_a_step_is_a_whole_number_of_packs_and_a_pack_holds_the_longest_document
     [
         ({"train": {"decay": 0.1}}, "train.decay: schedule cosine has no decay phase; set train.schedule: wsd"),
         ({"eval": {"stop": {"gain": 0.01}}}, "eval.stop.gain: schedule cosine lowers the rate .*; set train.schedule: wsd"),
-        ({"eval": {"stop": {"confidence": 0.8}}}, "eval.stop.confidence: only the rule of eval.stop.gain has one; set gain"),
-        ({"train": WSD, "eval": {"stop": {"gain": 0.01, "patience": 5}}}, "another rule; remove them, or gain"),
+        ({"eval": {"stop": {"confidence": 0.8}}}, "eval.stop.confidence: only eval.stop.gain and metrics of answers have one"),
+        ({"train": WSD, "eval": {"stop": {"gain": 0.01, "min_delta": 0.002}}}, "min_delta: it belongs to patience, which"),
         (
             {"train": WSD, "eval": {"stop": {"gain": 0.01}, "best": "exact_match", "metrics": ["exact_match"]}},
             "it compares losses, and eval.best is exact_match",

@@ -116,7 +116,7 @@ memory: {budget: a lot}
         ("learning_rate: 3", "did you mean `train.lr`?"),
         ("lora: {rank: 3}", "did you mean `r`?"),
         ("train: {max_length: 3}", "did you mean `data.max_length`?"),
-        ("train: {nothing_like_it: 3}", "known keys: batch_rows, batch_tokens, betas,"),
+        ("train: {nothing_like_it: 3}", "known keys: average, batch_rows, batch_tokens, betas,"),
         ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
         ("output-folder: x", "did you mean `output`?"),
         ("<<: {a: 1}", "known keys: checkpoint, compute, data,"),

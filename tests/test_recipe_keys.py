@@ -179,4 +179,4 @@ def test_values_of_other_tools_are_values() -> None:
         for theirs, ours in values.items():
             assert value_like(key, theirs, []) == ours
             parse_recipe("model: m\ndata: {train: a.jsonl}", [f"{key}={ours}"])
-    assert advice(("train", "nothing_like_it"), 3)[1].startswith("known keys: batch_rows")
+    assert advice(("train", "nothing_like_it"), 3)[1].startswith("known keys: average, batch_rows")

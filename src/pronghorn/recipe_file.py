@@ -83,6 +83,7 @@ train:
   schedule: cosine                           # cosine | linear | constant | wsd (constant, then a decay)
   warmup: 0.03                               # a fraction of all steps, or a number of steps
   decay: 0.2                                 # of schedule wsd: the last steps, as a fraction of all steps or a number
+  # average: 0.05                            # mean adapter of the last steps, if better on held-out rows (fraction or number)
   optimizer: adamw                           # adamw | adamw_8bit | paged_adamw | paged_adamw_8bit (paged: in host RAM)
   betas: [0.9, 0.999]
   eps: 1e-8
@@ -102,7 +103,8 @@ eval:
   # regex: "#### ([0-9]+)"                   # for the metric regex: compares its matches in answer and expected answer
   best: loss                                 # selects the best checkpoint: loss, or one of the metrics
   # stop: {patience: 3, min_delta: 0.002}    # early stopping; with schedule wsd, the decay begins
-  #   or, with schedule wsd or constant, {gain: 0.005, confidence: 0.9}: no gain of 0.005 is to be expected (docs/stopping.md)
+  #   or, with schedule wsd or constant, {gain: 0.005, confidence: 0.9}: no gain of 0.005 is to be expected; both: patience,
+  #   too. For metrics of answers, confidence is that of a paired test (docs/stopping.md)
 health: {spike: warn}                        # on a loss spike: warn | skip (the update) | rewind (to the last checkpoint)
 report:
   to: []                                     # loggers besides run.jsonl and report.html: tensorboard | wandb | trackio | mlflow
@@ -120,6 +122,7 @@ KINDS = {
     "objective.clip": "write two numbers, such as [0.2, 0.28]",
     "train.batch_tokens": "write auto, or a number of tokens such as 65536",
     "train.warmup": "write a fraction of all steps below 1, or a number of steps",
+    "train.average": "write a number of steps, or a fraction of all steps such as 0.05",
     "train.decay": "write a number of steps, or a fraction of all steps such as 0.2",
     "checkpoint.every": "write a number of steps, or a fraction of all steps such as 0.1",
     "eval.every": "write a number of steps, or a fraction of all steps such as 0.1",

@@ -44,7 +44,20 @@ def misfits(recipe: Parts) -> list[str]:
             f"storage: {recipe.storage} cannot be combined with method: {recipe.method}; set method: qlora, whose"
             " frozen weights are in 4 bits, or remove storage"
         )
-    return [*problems, *_of_stop(recipe)]
+    return [*problems, *_of_stop(recipe), *_of_average(recipe)]
+
+
+def _of_average(recipe: Parts) -> list[str]:
+    """Where the mean of the last adapters cannot be made, or not be compared with the last one."""
+    if recipe.train.average is None:
+        return []
+    wrong = {
+        "it averages adapters; of all weights, the host would need a second copy; set method: lora": recipe.method == "full",
+        "each rank has adapters of other experts; set world.shard: none": recipe.world.shard == "experts",
+        "held-out rows decide between the mean and the last weights; set data.eval: 0.05": recipe.data.eval is None,
+        f"objective {recipe.objective} has no loss of each row to compare them by": recipe.objective.kind.reads != "documents",
+    }
+    return [f"train.average: {text}" for text, applies in wrong.items() if applies]
 
 
 def _of_stop(recipe: Parts) -> list[str]:

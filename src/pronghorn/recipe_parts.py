@@ -142,6 +142,7 @@ class Train(Section):
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: Fraction | Annotated[int, Field(gt=0, strict=True)] = 0.03  # fraction of all steps, or number of steps
     decay: Every = 0.2  # of wsd: the last steps, as a fraction of all steps or a number
+    average: Every | None = None  # of adapters: the mean of the last steps, where held-out rows show it to be better
     # moments in 32 or 8 bits (a quarter of the memory), on the GPU or paged (in host RAM, copied at each step)
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -203,18 +204,28 @@ class Checkpoint(Section):
 
 
 class Stop(Section):
-    patience: PositiveInt = 3  # evaluations in a row that gain less than min_delta
-    min_delta: NonNegative = 0.002
-    gain: Positive | None = None  # in their place: a gain of the held-out loss that is not to be expected any more,
-    confidence: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.9  # with this probability (train/run/paired.py)
+    patience: PositiveInt | None = None  # evaluations in a row that gain less than min_delta; None: 3, or any with gain
+    min_delta: NonNegative | None = None  # None: 0.002
+    gain: Positive | None = None  # another rule: a gain of the held-out loss that is not to be expected any more,
+    # with this probability; and that of the paired test of metrics of answers (train/run/paired.py)
+    confidence: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.9
 
     @property
-    def misfits(self) -> list[str]:
-        patient = Stop(patience=self.patience, min_delta=self.min_delta) != Stop()
-        if self.gain is not None and patient:
-            return ["eval.stop.gain: patience and min_delta are another rule; remove them, or gain"]
-        if self.gain is None and self.confidence != Stop().confidence:
-            return ["eval.stop.confidence: only the rule of eval.stop.gain has one; set gain, or remove it"]
+    def evaluations(self) -> float:
+        """The patience that counts. With a gain and without a patience, the gain alone decides."""
+        return self.patience or (3 if self.gain is None else math.inf)
+
+    @property
+    def least(self) -> float:
+        """What an evaluation has to gain."""
+        return 0.002 if self.min_delta is None else self.min_delta
+
+    def misfits(self, best: str) -> list[str]:
+        """`best`: eval.best."""
+        if self.evaluations == math.inf and self.min_delta is not None:
+            return ["eval.stop.min_delta: it belongs to patience, which eval.stop.gain replaces; set patience, or remove it"]
+        if self.gain is None and best == "loss" and self.confidence != Stop().confidence:
+            return ["eval.stop.confidence: only eval.stop.gain and metrics of answers have one; set gain, or remove it"]
         return []
 
 
@@ -244,7 +255,7 @@ class Eval(Section):
 
     @property
     def misfits(self) -> list[str]:
-        problems = self.stop.misfits if self.stop else []
+        problems = self.stop.misfits(self.best) if self.stop else []
         if ("regex" in self.metrics) != (self.regex is not None):
             problems.append(
                 "eval.regex: the metric `regex` needs a pattern; set eval.regex"

@@ -61,7 +61,8 @@ def test_figures_have_the_names_that_other_trainers_give_them() -> None:
     assert found == {"train/epoch": 0.5, "train/grad_norm": 0.5, "train/learning_rate": 1e-3, "train/rewards/margins": 0.25,
                      "train/num_input_tokens_seen": 120, "train/tokens_per_second": 80}  # fmt: skip
     event = {"event": "eval", "step": 3, "loss": 1.5, "perplexity": 4.5, "seconds": 0.25, "tokens": 9, "best": True,
-             "metrics": {"exact_match": 0.75}, "samples": 4, "cut": 1, "generations": [{"answer": "3"}]}  # fmt: skip
+             "metrics": {"exact_match": 0.75}, "metric_errors": {"exact_match": 0.5},
+             "samples": 4, "cut": 1, "generations": [{"answer": "3"}]}  # fmt: skip
     assert figures(event) == {"eval/loss": 1.5, "eval/perplexity": 4.5, "eval/exact_match": 0.75, "eval/runtime": 0.25}
     assert figures({"event": "base", "metrics": {"exact_match": 0.1}, "samples": 4}) == {"eval/exact_match": 0.1}
     assert figures({"event": "notice", "text": "hello"}) == {}

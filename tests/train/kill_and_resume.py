@@ -117,7 +117,7 @@ def main() -> None:
     rows = chat_rows(60) if rolls or arguments.objective == "supervised" else pair_rows(60)
     data, answers = write_rows(arguments.scratch / "train.jsonl", rows), arguments.objective != "reward"
 
-    decays = {"schedule": "wsd"} if arguments.stops else {}
+    decays = {"schedule": "wsd", "average": 0.5} if arguments.stops else {}
     stops = {"stop": {"patience": 1, "min_delta": 9.0}} if arguments.stops else {}
 
     def recipe(name: str, workers: int) -> Recipe:

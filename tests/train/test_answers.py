@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import in_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from watching import RecipeFor, Silent, events_of, saved, stop_at
+from watching import RecipeFor, Silent, events_of, notices_of, saved, stop_at
 
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CommandError, Interrupted, RecipeError
@@ -21,7 +22,9 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.report.run_stats import run_stats
 from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
+from pronghorn.train.run import evaluate
 from pronghorn.train.source import source_of
 from samples import make_lively_model
 
@@ -110,6 +113,42 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: RecipeFor, live
     assert verify_checkpoint(ends[0])["values"]["progress"] == verify_checkpoint(ends[1])["values"]["progress"]
     assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
     assert len(events_of(tmp_path / "parts", "base")) == 1  # found again, not asked again
+
+
+def test_answers_stop_a_run_alike_after_a_resume_and_on_two_ranks(
+    recipe_for: RecipeFor, lively: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores of each question are in the checkpoint."""
+    (tmp_path / "own.py").write_text(OWN)
+    own = {"metric_file": tmp_path / "own.py"}
+    evaluated = {"every": 1, "best": "noise", "stop": {"patience": 2, "min_delta": 0.0}}
+
+    def recipe(name: str) -> Recipe:
+        train_on = {"steps": 8, "lr": 3e-2, "capacity": 128}
+        return recipe_for(model=lively, train=train_on, eval=evaluated, output=str(tmp_path / name))
+
+    def few(world: World) -> tuple[int, str]:
+        monkeypatch.setattr(evaluate, "FEWEST_QUESTIONS", 8)
+        found = train(recipe("two"), display=Silent(), world=world, **own)
+        return found.step, found.why
+
+    told = train(recipe("all"), display=Silent(), **own)
+    assert (told.reason, told.step) == ("done", 8)
+    assert any(text.startswith("eval.stop does not stop this run: noise is of 8 questions") for text in notices_of(told.folder))
+    monkeypatch.setattr(evaluate, "FEWEST_QUESTIONS", 8)
+    whole = train(recipe("whole"), display=Silent(), **own)
+    assert (whole.reason, 2 < whole.step < 8) == ("early stop", True)
+    assert "paired test of 8 questions" in whole.why
+    evals = events_of(whole.folder, "eval")
+    assert [set(event.get("paired", {"better": 0, "worse": 0, "chance": 1})) for event in evals] == [
+        {"better", "worse", "chance"}
+    ] * len(evals)
+    assert all(event["metric_errors"]["noise"] > 0 and "deciding" not in event for event in evals)
+    with pytest.raises(Interrupted):
+        train(recipe("parts"), display=stop_at(2), **own)
+    parts = train(recipe("parts"), display=Silent(), **own)
+    assert (parts.step, parts.why) == (whole.step, whole.why)
+    assert in_ranks(few, tmp_path / "ranks") == [(0, str((whole.step, whole.why)))] * 2
 
 
 def test_a_base_model_that_is_gone_is_told_of(recipe_for: RecipeFor) -> None:

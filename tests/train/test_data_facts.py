@@ -24,6 +24,9 @@ def test_rows_drops_sources_and_lengths(recipe_for: RecipeFor, tmp_path: Path) -
     assert plain(facts) == facts
     assert facts["read"] == 27
     assert facts["dropped"] == {"exact duplicate": 1, "too long": 1}
+    prepared = data.prepared
+    copy = next(i for i in range(len(prepared.rows.table)) if prepared.rows.table.where(i).endswith("one.jsonl:21"))
+    assert facts["left_out"] == {"copies": [1, prepared.rows.table.lengths[copy]]}
     assert data.held_out is not None
     assert facts["documents"] + len(data.held_out) == 25
     assert [(Path(source["name"]).name, source["rows"]) for source in facts["sources"]] == [("one.jsonl", 22), ("two.jsonl", 5)]

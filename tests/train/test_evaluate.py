@@ -37,7 +37,7 @@ def test_the_loss_is_the_mean_over_all_trained_tokens() -> None:
     result = loss_of(model, table, 256)
     assert result.tokens == len(truth) == int(table.loss_counts.sum())
     assert result.loss == pytest.approx(float(truth.mean()), rel=1e-6)
-    by_row = evaluate(model, table, capacity=256, device=CPU, pad_id=0, autocast=nullcontext, by_row=True)
+    by_row = loss_of(model, table, 256)
     assert by_row.losses_R == pytest.approx([float(each.sum()) for each in losses], rel=1e-5)
     assert by_row == result
     assert result.perplexity == pytest.approx(math.exp(float(truth.mean())), rel=1e-5)

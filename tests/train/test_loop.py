@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from watching import RecipeFor, Silent, losses_of, same, stop_at, weights
+from watching import RecipeFor, Silent, losses_of, notices_of, same, stop_at, weights
 
 from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Interrupted, RecipeError
+from pronghorn.report.account import account
 from pronghorn.report.run_log import history, read_log
+from pronghorn.report.run_stats import run_stats
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
@@ -159,6 +161,81 @@ def test_an_early_stop_of_a_constant_rate_begins_the_decay(
     assert (again.reason, again.why, again.checkpoint) == ("early stop", whole.why, parts.checkpoint)
     (event,) = [event for event in history(read_log(parts.folder)) if event["event"] == "decay"]
     assert (event["step"], event["steps"]) == (4, 7)
+    stats = run_stats(events := read_log(parts.folder))
+    assert (stats.step, stats.steps, stats.planned) == (7, 7, 20)
+    books = account(stats, events)
+    assert books is not None
+    assert [(one.by, one.count, one.what) for one in books.not_spent] == [("stop", 13, whole.why)]
+    assert books.error is not None
+    assert books.error > 0
+
+
+def test_a_longer_run_goes_on_from_before_the_decay_and_ends_as_one_that_was_planned_so(
+    recipe_for: RecipeFor, tmp_path: Path
+) -> None:
+    """Whether the decay began as planned or by an early stop, and wherever the longer run is killed."""
+    base = {"schedule": "wsd", "decay": 0.34, "warmup": 2, "lr": 1e-3}
+    evaluated = {"every": 100, "generations": 0}
+    keep = {"every": 100, "keep": 1}
+
+    def run(name: str, train_on: dict[str, Any], display: Silent | None = None, **changes: Any) -> Any:
+        output = str(tmp_path / name)
+        recipe = recipe_for(train=base | train_on, checkpoint=keep, output=output, **{"eval": evaluated, **changes})
+        return train(recipe, display=display or Silent())
+
+    whole = run("whole", {"epochs": 3, "steps": None})
+    short = run("parts", {"epochs": 1, "steps": None})
+    stable = [path for path in short.folder.glob("checkpoint-*") if path != short.checkpoint]
+    (start,) = [int(path.name.split("-")[1]) for path in stable]  # kept, though one is to be kept
+    assert start < short.step < whole.step
+    with pytest.raises(Interrupted):
+        run("parts", {"epochs": 3, "steps": None}, stop_at(start + 1))
+    aside = short.checkpoint.with_name(f"{short.checkpoint.name}.decayed")
+    assert aside.is_dir()
+    parts = run("parts", {"epochs": 3, "steps": None})
+    assert (parts.reason, parts.step) == ("done", whole.step)
+    for file in ("training_state.safetensors", "adapter_model.safetensors"):
+        assert (whole.checkpoint / file).read_bytes() == (parts.checkpoint / file).read_bytes()
+    assert losses_of(parts.folder) == losses_of(whole.folder)
+    assert (parts.folder / "rows.jsonl").read_bytes() == (whole.folder / "rows.jsonl").read_bytes()
+    told = notices_of(parts.folder)
+    assert any(f"the run goes on from checkpoint-{start}, where its rate was constant" in text for text in told)
+    assert any(f"renamed to {aside.name}" in text for text in told)
+
+    stops = {"eval": evaluated | {"every": 2, "stop": {"patience": 1, "min_delta": 9.0}}}  # after step 4
+    stopped = run("stopped", {"steps": 12}, **stops)
+    assert (stopped.reason, stopped.step) == ("early stop", 7)
+    with pytest.raises(CheckpointError, match=r"eval\.stop ended this run after step 4, and would again"):
+        run("stopped", {"steps": 15}, **stops)
+    assert run("stopped", {"steps": 12}, **stops).step == 7  # as it was
+    freed = run("stopped", {"steps": 15})
+    assert (freed.reason, freed.step) == ("done", 15)
+    planned = run("planned", {"steps": 15})
+    assert same(weights(freed.checkpoint), weights(planned.checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "said"),
+    [
+        ("wsd", 0.5, "is inside the warm-up of a run of 40 steps, which has 20"),
+        ("wsd", 0.1, ""),
+        ("constant", 0.1, ""),
+        ("cosine", 0.1, "recipe changed"),
+    ],
+)
+def test_a_longer_run_of_another_warm_up_is_told_or_refused(
+    schedule: str, warmup: float, said: str, recipe_for: RecipeFor
+) -> None:
+    changes: dict[str, Any] = {"schedule": schedule, "warmup": warmup, "lr": 1e-4}
+    train(recipe_for(train=changes | {"steps": 8}, eval={"every": 100, "generations": 0}), display=Silent())
+    longer = recipe_for(train=changes | {"steps": 40 if said else 11}, eval={"every": 100, "generations": 0})
+    if said:
+        with pytest.raises(CheckpointError, match=said):
+            train(longer, display=Silent())
+        return
+    result = train(longer, display=Silent())
+    assert result.step == 11
+    assert "the warm-up was 1 step; a run planned for 11 steps has 2 (train.warmup: 0.1)" in notices_of(result.folder)
 
 
 def test_the_best_checkpoint_is_kept(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:

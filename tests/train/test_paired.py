@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -12,9 +13,9 @@ import pytest
 
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Stop
-from pronghorn.train.run.evaluate import Progress
-from pronghorn.train.run.paired import FEWEST, MOST, Floats, Seen, difference, expected_gain, kept
-from pronghorn.train.source.sizes import no_constant_phase, too_few_to_predict
+from pronghorn.train.run.evaluate import Progress, QuestionScores
+from pronghorn.train.run.paired import FEWEST, MOST, Floats, Seen, compared, difference, expected_gain, kept
+from pronghorn.train.source.sizes import no_constant_phase, too_few_questions, too_few_to_predict
 from tables import table
 
 NEEDS = "eval.stop.gain needs 4 evaluations at a constant rate"
@@ -81,6 +82,59 @@ def test_the_run_stops_when_too_little_is_to_be_expected_and_a_checkpoint_change
     assert not progress.verdict(Stop(gain=most))
     assert f"with a probability of 0.9 by less than {most:.4f}" in progress.verdict(Stop(gain=most * 1.001))
     assert not Progress(without_gain=99).verdict(Stop(gain=1.0))  # patience is another rule
+    assert "3 evaluations" in Progress(without_gain=3).verdict(Stop(gain=1.0, patience=3))  # unless it is asked for, too
+    assert not Progress(without_gain=2).verdict(Stop(gain=1.0, patience=3))
+
+
+def test_the_chance_of_better_answers_is_that_of_a_fair_coin() -> None:
+    before, now = np.zeros(12), np.array([1.0] * 7 + [-1.0] * 2 + [0.0, math.nan, 0.0])
+    fair = [sum(throws) for throws in itertools.product((0, 1), repeat=9)]
+    assert compared(now, before) == (7, 2, sum(heads >= 7 for heads in fair) / len(fair))
+    assert compared(before, before) == (0, 0, 1.0)
+    assert compared(np.ones(3000), np.zeros(3000)).chance == 0.0 == 2.0**-3000
+    half = compared(np.repeat([1.0, -1.0], 5000), np.zeros(10000)).chance
+    assert half == pytest.approx(0.5 + 0.5 * math.sqrt(2 / math.pi / 10000), rel=1e-4)
+
+
+def scores(right: range, of: int = 200, key: str = "q") -> QuestionScores:
+    return QuestionScores(key, np.array([0.1 + (i in right) for i in range(of)]))
+
+
+def measured(*evaluations: QuestionScores) -> Progress:
+    progress = Progress("exact_match")
+    for step, one in enumerate(evaluations, start=1):
+        progress = Progress.of(json.loads(json.dumps(progress.as_dict(), allow_nan=False)))
+        progress = progress.after(float(one.scores_Q.mean()), step, Stop(patience=2), one)
+    return progress
+
+
+def test_answers_gain_where_the_paired_test_shows_it() -> None:
+    first = scores(range(100))
+    by_chance, shown = scores(range(103)), scores(range(104))  # one time in 8, and in 16
+    assert measured(first, by_chance).without_gain == 1
+    assert measured(first, by_chance).best_step == 2  # the best is the best all the same
+    assert measured(first, by_chance, shown).without_gain == 0  # beside the first, not beside the second
+    shifted = scores(range(50, 154))  # as many more, of which half others: one time in 3
+    assert measured(first, shifted).without_gain == 1
+    assert measured(first, first).without_gain == 1  # equal in float32, in which they are kept
+    assert measured(first, scores(range(10), key="other")).without_gain == 0  # other questions cannot be compared
+    verdict = measured(first, by_chance, by_chance).verdict(Stop(patience=2))
+    assert "(or by chance, in a paired test of 200 questions at a confidence of 0.9) in 2 evaluations in a row" in verdict
+    few = [scores(range(100), of=199)] * 3
+    assert not measured(*few).verdict(Stop(patience=2))  # too few questions to stop a run
+
+
+@table(
+    ("best", "samples", "told"),
+    [("exact_match", 150, "set eval.samples: 200"), ("exact_match", 200, ""), ("loss", 150, ""), ("exact_match", 999, "")],
+)
+def test_too_few_questions_to_stop_a_run_are_told(best: str, samples: int, told: str) -> None:
+    evaluated = {"best": best, "samples": samples, "metrics": ["exact_match"], "stop": {}}
+    recipe = Recipe.model_validate({"model": "m", "data": {"train": "a.jsonl", "eval": 0.1}, "eval": evaluated})
+    for rows, fix in ((300, told), (100, "hold out more rows" if best != "loss" else "")):
+        source: Any = SimpleNamespace(total=20, held_out=SimpleNamespace(starts=range(rows + 1)), evaluates=False)
+        found = too_few_questions(recipe, source)
+        assert (fix in found[0]) if fix else not found
 
 
 @table(("every", "times"), [(0.05, None), (4, 3), (1, None), (9, 1)])

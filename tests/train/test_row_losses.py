@@ -24,7 +24,11 @@ LINES = ['{"step":1,"rows":[0],"losses":[1.0],"tokens":[1]}', '{"step":3,"rows":
 
 
 def lines_of(run: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(run) / FILE_NAME).read_text().splitlines()]
+    """Without the first, which names the rows."""
+    head, *lines = [json.loads(line) for line in (Path(run) / FILE_NAME).read_text().splitlines()]
+    assert (head["step"], head["rows"]) == (0, [])
+    assert len(set(head["names"])) == len(head["names"]) == 1 + max(row for line in lines for row in line["rows"])
+    return lines
 
 
 def test_losses_fall_to_the_documents_that_have_them() -> None:

@@ -295,10 +295,10 @@ def profile(arguments: argparse.Namespace) -> None:
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:
     """`answers`: whether the model gives some, and not scores."""
-    from pronghorn.report.run_log import history, read_log
+    from pronghorn.report.run_log import read_log
     from pronghorn.report.summary import summary
 
-    show(summary(history(read_log(folder))))
+    show(summary(read_log(folder)))
     print(f"report:     {folder / 'report.html'}")
     if answers:
         print(f"chat:       {command('chat', str(folder))}")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pronghorn.cli.output import STARTING, displaying, say, show
-from pronghorn.errors import EnvironmentFault, PronghornError
+from pronghorn.errors import CommandError, EnvironmentFault, PronghornError
 from pronghorn.program import command
 
 if TYPE_CHECKING:
     from pronghorn.data.audit.audit import Speed
+    from pronghorn.data.audit.scores import RowScores, Scoring
+    from pronghorn.data.encode.tokens import TokenTable
     from pronghorn.recipe import Recipe
+    from pronghorn.report.display import Display
 
-TEXT = "find copies, leaks, junk and contradictions in the training rows, and what they cost; needs no GPU"
+TEXT = "find copies, leaks, junk and contradictions in the training rows, and what they cost; without --score, needs no GPU"
 
 DRIVER = Path("/proc/driver/nvidia/version")  # looked for first: torch takes 5 s to import
 
@@ -25,10 +29,20 @@ def options(one: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, default=Path("audit"), metavar="FOLDER", help="folder to write to (default: %(default)s)"
     )
     one.add_argument("--gpu", metavar="NAME", help="GPU whose seconds are counted, as in plan (default: this machine's)")
+    one.add_argument("--run", type=Path, metavar="FOLDER", help="an earlier run: losses of the rows, from its rows.jsonl")
+    one.add_argument("--score", action="store_true", help="one forward pass of the model over all rows; tells its price first")
+    one.add_argument("--yes", action="store_true", help="with --score on a terminal: the price is accepted")
+    one.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        metavar="REASON:SHARE",
+        help="also leave out this share of the rows: off-task:0.2 (with --score), known:0.1 (a tenth of them stays)",
+    )
 
 
 def audit(arguments: argparse.Namespace, recipe: Recipe) -> None:
-    folder = arguments.output
+    folder, leave_out = arguments.output, _leave_out(arguments, recipe)
     with displaying(arguments) as display:
         from pronghorn.data.audit.audit import collect
         from pronghorn.data.encode.tokens import TokenizerFiles
@@ -37,13 +51,16 @@ def audit(arguments: argparse.Namespace, recipe: Recipe) -> None:
 
         display.progress(STARTING, 1, 1)
         tokenizer = TokenizerFiles(recipe.model, recipe.data)  # read only if the rows are not cached
-        found = collect(recipe, tokenizer, speed=_speed(recipe, arguments.gpu), progress=display.progress)
+        speed = _speed(recipe, arguments.gpu)
+        scoring = _scoring(arguments, recipe, display, speed)
+        found = collect(recipe, tokenizer, speed=speed, scoring=scoring, leave_out=leave_out, progress=display.progress)
         name = Path(arguments.recipe).name
         facts = {"recipe": name, **found.facts, "select": {"file": str(folder / "select.json"), **found.facts["select"]}}
         files = {
             "select.json": found.select,
             "audit.json": json.dumps(facts, indent=1, ensure_ascii=False) + "\n",
             "audit.html": render_audit(facts, name),
+            **({"scores.jsonl": found.scores} if found.scores else {}),
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +74,58 @@ def audit(arguments: argparse.Namespace, recipe: Recipe) -> None:
         if facts["left_out"]["rows"]:
             select = f"data.select={folder / 'select.json'}"
             show(f"train:      {command('train', arguments.recipe, select)}")
+
+
+def _leave_out(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, float]:
+    """The shares by reason; refused are those that nothing is known for."""
+    scored = arguments.run is not None or arguments.score
+    if scored and recipe.objective.kind.reads != "documents":
+        raise CommandError(
+            what=f"objective {recipe.objective} has no loss of each row",
+            fix="remove --run and --score; the other reasons remain",
+        )
+    if arguments.run is not None and arguments.score:
+        raise CommandError(what="--run and --score both give losses of the rows", fix="use one of them")
+    found = {}
+    for text in arguments.leave_out:
+        name, _, share = text.partition(":")
+        try:
+            found[name.replace("-", "_")] = number = float(share)
+        except ValueError:
+            number = 0.0
+        if name not in ("off-task", "known") or not 0 < number < 1:
+            raise CommandError(
+                what=f"--leave-out {text} is not a reason and a share of the rows", fix="write off-task:0.2 or known:0.1"
+            )
+    if found and not (arguments.score or (scored and "off_task" not in found)):
+        needs = "--score" if "off_task" in found else "--run FOLDER or --score"
+        raise CommandError(what=f"--leave-out needs {needs}", why="nothing else tells which rows these are", fix=f"add {needs}")
+    return found
+
+
+def _scoring(arguments: argparse.Namespace, recipe: Recipe, display: Display, speed: Speed | None) -> Scoring | None:
+    from pronghorn.data.audit.scores import of_run
+
+    if arguments.run is not None:
+        return lambda table, held: of_run(arguments.run, table)
+    if not arguments.score:
+        return None
+
+    def score(table: TokenTable, held: TokenTable | None) -> RowScores:
+        from pronghorn.train.run.row_scores import score_rows
+
+        tokens = int(table.lengths.sum()) + (0 if held is None else int(held.lengths.sum()))
+        forward = 1 / 3 if recipe.method == "full" else 1 / 2  # of a step: without the products of backward
+        price = "GPU seconds are unknown: name a GPU with --gpu"
+        if speed is not None:
+            price = f"about {tokens / speed.tokens_per_second * forward:,.1f} s on {speed.gpu}, and loading the model"
+        told = f"--score: {tokens:,} tokens forward through the model, {price}"
+        if sys.stdin.isatty() and not (arguments.yes or arguments.json):
+            raise CommandError(what=f"{told}; nothing was computed yet", fix="add --yes to go on")
+        display.handle({"event": "notice", "text": told})
+        return score_rows(recipe, table, held, display.progress)
+
+    return score
 
 
 def _speed(recipe: Recipe, gpu: str | None) -> Speed | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,7 @@ class Counts:
     loss_tokens: int
     format: str
     sources: tuple[SourceCount, ...]
+    left_out: Mapping[str, tuple[int, int]]  # rows and tokens of copies and junk that were dropped, by reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +177,17 @@ def choose(
     (for stats)."""
     table, keep, unit = rows.table, np.ones(len(rows.table), np.bool_), unit_of(rows.table)
     firsts = first_rows(table)
-    exact = near = junk = 0
+    exact, near, junk, dropped = 0, 0, 0, dict[str, list[int]]()  # `dropped`: rows of the table, by reason
     if found is not None and spec.duplicates != "keep":
         copies = set(found.exact) | set(found.near or () if spec.duplicates == "drop-near" else ())
         keep[sorted(copies)] = False
+        dropped["copies"], dropped["near copies"] = sorted(found.exact), sorted(copies - set(found.exact))
         exact = int(np.isin(firsts, list(found.exact)).sum())
         near = int((~keep[firsts]).sum()) - exact
     if found is not None and spec.junk == "drop":
         reasons = [i for i in found.junk if keep[i]]
         keep[reasons] = False
+        dropped["junk"] = reasons
         junk = int(np.isin(firsts, reasons).sum())
     chosen, mixed = repeated(in_units(rows.sources, table), keep[firsts])
     table = table.select_units(chosen) if mixed or not keep.all() else table
@@ -230,8 +233,19 @@ def choose(
         too_long=affected, dropped_long=dropped_long, truncated=shortened, split_into=split_into,
         no_loss=no_loss, kept=len(first_rows(kept)), tokens=int(kept.lengths.sum(dtype=np.int64)),
         loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=tuple(rows.sources),
+        left_out=_left_out(rows.table, dropped),
     )  # fmt: skip
     return Prepared(kept, counts, rows, tuple(remarks))
+
+
+def _left_out(table: TokenTable, dropped: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+    """Rows (or groups) and tokens, each once however often its source repeats it. `dropped`: rows of the table, by reason."""
+    firsts = first_rows(table)
+    return {
+        why: (int(np.isin(firsts, rows).sum()), int(table.lengths[np.asarray(rows)].sum(dtype=np.int64)))
+        for why, rows in dropped.items()
+        if rows
+    }
 
 
 def _cut(

@@ -14,7 +14,7 @@ from pronghorn.demo.smollm2 import demo_model
 from pronghorn.program import command
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import Display, make_display
-from pronghorn.report.run_log import history, read_log
+from pronghorn.report.run_log import read_log
 from pronghorn.report.stages import Stages
 from pronghorn.report.summary import summary
 from pronghorn.train.run.steps import RunResult
@@ -75,7 +75,7 @@ def finish(
         print(json.dumps(told))
         return
     console = Console()
-    console.print(summary(history(read_log(output))))
+    console.print(summary(read_log(output)))
     between(console)
     console.print(f"{sentence(told)}; {told['seconds']:.0f} s in total", style="bold")
     print(f"adapter:    {told['adapter']} (PEFT format)")  # print breaks no line, so commands can be copied whole

@@ -48,6 +48,13 @@ class Judged:
     cut: int  # answers that did not end
     unscored: str = ""  # why a metric has no mean
 
+    @property
+    def errors(self) -> Scores:
+        """The standard error of each mean."""
+        count = len(self.rows)
+        spread = {name: sum((row[name] - mean) ** 2 for row in self.rows) for name, mean in self.metrics.items()}
+        return {name: math.sqrt(sum_ / (count * (count - 1))) for name, sum_ in spread.items()} if count > 1 else {}
+
 
 class HeldOut:
     """The questions of a run and their judges. There are none where nothing is to be answered."""

@@ -238,12 +238,12 @@ def _too_long(run: RunStats) -> Iterable[Advice]:
     if found.last <= found.best * 1.02:
         return
     stop = _setting(run.recipe, "eval", "stop")
-    now = stop.get("patience", 3) if isinstance(stop, dict) else 4
+    now = (stop.get("patience") or 3) if isinstance(stop, dict) else 4
     why = f"held-out loss was best at step {found.best_step:,} of {run.step:,} and rose afterwards"
     spent = sum(run.stages.get(stage, 0.0) for stage in (*TRAINING, "wait", "evaluate", "answers"))
     for patience in range(1, min(4, now)):
         steps = run.step - (found.best_step + patience * every)
-        value = {**(stop or {}), "patience": patience}
+        value = {key: given for key, given in (stop or {}).items() if given is not None} | {"patience": patience}
         yield Advice({"eval.stop": value}, spent * max(0, steps) / run.step, why)
 
 

@@ -27,6 +27,7 @@ STAGE_STYLES = {
     "optimizer": "dark_sea_green4",
     "evaluate": "yellow",
     "answers": "gold3",
+    "average": "khaki3",
     "checkpoint": "magenta",
     "report": "plum4",
     "other": "grey37",

@@ -256,7 +256,7 @@ class _Run:
     """What the displays remember of the events."""
 
     def __init__(self) -> None:
-        self.step = self.steps = 0
+        self.step = self.steps = self.planned = 0
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
         self.evaluation: float | None = None
         self.stages: dict[str, float] = {}
@@ -270,6 +270,7 @@ class _Run:
             self.heard = time.monotonic()
         if kind == "start":
             self.steps = int(event.get("steps") or 0)
+            self.planned = int(event.get("planned") or self.steps)
             self.step = int(event.get("resumed_from") or 0)
         elif kind == "step":
             self.step = int(event.get("step", 0))
@@ -359,7 +360,7 @@ def _say_end(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     reason = str(event.get("reason", ""))
     told = event.get("why") if reason not in ("error", "health") else ""  # the command shows those itself, with their fix
     why = number_format.one_line(str(told or ""), 2000)
-    return [ending(STATES.get(reason, reason), event.get("step", 0), run.steps, why)]
+    return [ending(STATES.get(reason, reason), event.get("step", 0), run.planned, why)]
 
 
 def _say_start(run: _Run, event: dict[str, Any], width: int) -> list[str]:
@@ -389,6 +390,7 @@ _SAYINGS: dict[str, Callable[[_Run, dict[str, Any], int], list[str]]] = {
     "notice": _say_notice,
     "rewind": _say_notice,
     "decay": _say_notice,
+    "average": _say_notice,
     "plan": _say_text,
     "measured": _say_text,
     "end": _say_end,

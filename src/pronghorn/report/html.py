@@ -12,11 +12,13 @@ from statistics import median
 from typing import Any
 
 from pronghorn.report import number_format
+from pronghorn.report.account import account
 from pronghorn.report.advice import advise, remark, saving
 from pronghorn.report.answers import AnswerRow, read_answers
 from pronghorn.report.experts import experts_section
 from pronghorn.report.html_sections import (
     MOST_TEXT,
+    account_section,
     answers_section,
     cost_section,
     data_section,
@@ -69,7 +71,8 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
         _header(run, title, steps), _tiles(run, answers, steps), _plots(run, kept, steps, evals),
         evaluations_section(evals, run.best_step), answers_section(answers), samples_section(kept),
         worst_rows_section(kept), data_section(start),
-        _stages(run), memory_section(kept), cost_section(run, kept), experts_section(kept), _recipe(run), _notices(events),
+        _stages(run), memory_section(kept), cost_section(run, kept),
+        account_section(account(run, events)), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
     ]  # fmt: skip
     running = f' data-updated="{run.last:.0f}"' if run.state == "running" and run.last is not None else ""
@@ -125,7 +128,7 @@ def _tiles(run: RunStats, answers: Sequence[AnswerRow], steps: Sequence[dict[str
     """The result first: what the answers score, beside the base model's."""
     at_best = f"best at step {run.evaluation.best_step:,}" if run.evaluation.best_step is not None else ""
     first = f"from {number_format.figure(run.loss.first)}" if run.loss.first is not None else ""
-    planned = f"of {run.steps:,} planned" if run.steps else ""
+    planned = f"of {run.planned:,} planned" if run.planned else ""
     full = f"packs {100 * run.efficiency:.1f} % full" if run.efficiency is not None else ""
     best_loss = f"at step {run.loss.best_step:,}" if run.loss.best_step is not None else ""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from pronghorn.report import number_format
+from pronghorn.report.account import Account
 from pronghorn.report.answers import AnswerRow, mean_scores
 from pronghorn.report.ranks import ranks_line
 from pronghorn.report.run_log import as_number
@@ -273,3 +274,7 @@ def cost_section(run: RunStats, kept: Sequence[dict[str, Any]]) -> str:
     elif run.gpus:
         rows.append(("price", "unknown for this GPU"))
     return f'<h2>Cost</h2><div class="card">{pairs(rows)}</div>'
+
+
+def account_section(books: Account | None) -> str:
+    return f'<h2>Account</h2><div class="card">{pairs(books.lines())}</div>' if books else ""

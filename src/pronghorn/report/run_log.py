@@ -28,6 +28,7 @@ BELONGS_TO_A_STEP = (
     "ranks",
     "samples",
     "decay",
+    "average",
 )  # events that a resume from an earlier step makes void
 SYNCED = ("checkpoint", "rewind", "end")  # rare, and what a resume relies on: these also survive a power cut
 TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
@@ -35,7 +36,7 @@ TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
 ANY = ("count", "number", "text", "map", "list", "truth", "nothing", "too large")
 _COUNT, _NUMBER, _MAP = ("count",), ("count", "number"), ("map", "nothing")
 _FIGURE = ("count", "number", "text")  # "nan" is written as text
-_COUNTED = "session step tokens loss_tokens seen_tokens bytes steps ranks eval_documents exit_code samples cut to"
+_COUNTED = "session step tokens loss_tokens seen_tokens bytes steps planned ranks eval_documents exit_code samples cut to"
 _COUNTED += " data.documents data.tokens parameters.total parameters.trainable"
 KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_COUNTED.split(), _COUNT),

@@ -24,7 +24,8 @@ NO_BEST = ("reward_error", "rewards/left_out", "completions/")
 
 
 def ending(state: str, step: int, steps: int, why: str) -> str:
-    """finished: 6 of 6 steps · early stop after 4 of 6 steps: held-out loss ... · interrupted after 2 of 6 steps"""
+    """finished: 6 of 6 steps · early stop after 4 of 6 steps: held-out loss ... · interrupted after 2 of 6 steps. `steps`: that
+    were planned."""
     done = f"{step:,} of {counted(steps, 'step')}" if steps else counted(step, "step")
     return f"finished: {done}" if state == "done" else f"{state} after {done}" + (f": {why}" if why else "")
 
@@ -71,7 +72,8 @@ class RunStats:
     began: float | None
     last: float | None  # time of the last event
     step: int
-    steps: int
+    steps: int  # fewer than planned, where an early stop began the decay
+    planned: int
     loss: Curve
     evaluation: Curve  # the held-out loss
     perplexity: float | None  # at the best evaluation
@@ -153,6 +155,7 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         last=last,
         step=max((e.get("step", 0) for e in kept if e["event"] in ("step", "eval", "checkpoint")), default=0),
         steps=next((int(e.get("steps") or 0) for e in reversed(kept) if e["event"] in ("start", "decay")), 0),
+        planned=max((int(start.get(name) or 0) for name in ("planned", "steps")), default=0),
         loss=_losses([e for e in steps if "frac_reward_zero_std" not in e]),
         evaluation=evaluation,
         perplexity=next(

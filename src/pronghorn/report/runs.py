@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.text import Text
 from pronghorn.errors import CommandError, DataError
 from pronghorn.recipe import flat
 from pronghorn.report import number_format, run_log
+from pronghorn.report.account import account
 from pronghorn.report.run_log import as_number, history, plain, read_log
 from pronghorn.report.run_stats import RunStats, run_stats
 
@@ -33,6 +34,7 @@ class RunInfo:
     state: str
     step: int
     steps: int
+    planned: int
     last_loss: float | None
     best_eval: float | None
     tokens_per_second: float
@@ -40,6 +42,7 @@ class RunInfo:
     metric: str = ""  # that selects the best checkpoint, or the first of those that were measured
     score: float | None = None  # its best value
     ranks: int = 1
+    account: dict[str, Any] = field(default_factory=dict)  # account.py
     problem: str = ""  # why the log cannot be read
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,21 +70,26 @@ def list_runs(root: Path) -> list[RunInfo]:
 
 def _info(folder: Path) -> RunInfo:
     try:
-        run = run_stats(read_log(folder))
+        events = read_log(folder)
+        run = run_stats(events)
     except (DataError, OSError) as error:
         when = (folder / run_log.FILE_NAME).lstat().st_mtime  # of a dangling link, too
-        return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, problem=str(error))
-    facts = {name: getattr(run, name) for name in ("model", "method", "state", "step", "steps", "tokens_per_second", "ranks")}
+        return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, 0, None, None, 0.0, when, problem=str(error))
+    names = ("model", "method", "state", "step", "steps", "planned", "tokens_per_second", "ranks")
+    facts = {name: getattr(run, name) for name in names}
     facts |= {"last_loss": run.loss.last, "best_eval": run.evaluation.best, "when": run.last}
     metric = run.decides if run.decides in run.metrics else next(iter(run.metrics), "")
     score = run.metrics[metric].best if metric else None
     if not metric and run.reward.last is not None:
         metric, score = "reward of rollouts", run.reward.last
-    return RunInfo(str(folder), run.name or folder.name, metric=metric, score=score, **facts)
+    books = account(run, events)
+    return RunInfo(
+        str(folder), run.name or folder.name, metric=metric, score=score, account=books.as_dict() if books else {}, **facts
+    )
 
 
 # In the order in which a narrow terminal goes without them: `--json` has all.
-DISPENSABLE = ("last event", "model", "tokens/s", "method", "best eval")
+DISPENSABLE = ("last event", "spent", "model", "tokens/s", "method", "best eval")
 
 
 def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
@@ -125,16 +133,30 @@ class _RunsTable:
             "model": [Text(run.model.rpartition("/")[2]) for run in runs],
             "method": [Text(run.method) for run in runs],
             "state": [Text(run.state, style=styles.get(run.state, "yellow")) for run in runs],
-            "step": [Text(f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}") for run in runs],
+            "step": [Text(_steps(run)) for run in runs],
             "loss": [Text(number_format.figure(run.last_loss)) for run in runs],
             "best eval": [Text(number_format.figure(run.best_eval)) for run in runs],
             "tokens/s": [Text(number_format.count(run.tokens_per_second)) for run in runs],
+            "spent": [Text(_spent(run)) for run in runs],
         }
         if any(run.metric for run in runs):
             columns["score"] = [Text(f"{run.metric} {number_format.score(run.score)}" if run.metric else "") for run in runs]
         if any(run.ranks > 1 for run in runs):
             columns["ranks"] = [Text(f"{run.ranks}") for run in runs]
         return columns | {"last event": [Text(number_format.moment(run.when)) for run in runs]}
+
+
+def _steps(run: RunInfo) -> str:
+    """125/184: of those that were planned."""
+    return f"{run.step:,}/{run.planned:,}" if run.planned else f"{run.step:,}"
+
+
+def _spent(run: RunInfo) -> str:
+    """41 s of ~96 s: of the seconds that all the rows and all the steps would have taken, by estimate."""
+    if not run.account:
+        return ""
+    planned, seconds = run.account["estimates"]["planned"], number_format.duration(run.account["seconds"])
+    return seconds if planned is None else f"{seconds} of ~{number_format.duration(planned)}"
 
 
 def compare(folders: Sequence[Path]) -> dict[str, Any]:

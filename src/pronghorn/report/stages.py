@@ -24,7 +24,7 @@ from typing import Any
 
 STAGES = (
     "imports", "load", "read", "tokenize", "pack", "reference", "wait", "rollouts", "step", "optimizer", "evaluate", "answers",
-    "checkpoint", "report", "other",
+    "average",     "checkpoint", "report", "other",
 )  # fmt: skip
 
 # A process older than this was not started for this run (a notebook, a server): its past is not the run's. A choice, not

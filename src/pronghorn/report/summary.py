@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pronghorn.errors import counted
 from pronghorn.report import number_format
+from pronghorn.report.account import account
 from pronghorn.report.advice import advise, remark, saving
 from pronghorn.report.bars import STAGE_STYLES
 from pronghorn.report.experts import experts_line
@@ -30,7 +31,7 @@ def summary(events: Sequence[dict[str, Any]]) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("run", Text(" · ".join(part for part in (run.name, run.model, run.method, run.device) if part)))
-    table.add_row("ended", Text(ending(run.state, run.step, run.steps, run.why)))
+    table.add_row("ended", Text(ending(run.state, run.step, run.planned, run.why)))
     curves = (("loss", run.loss, None), ("rollouts", run.reward, None), ("evaluation", run.evaluation, run.perplexity))
     for label, curve, perplexity in curves:
         if curve.first is not None:
@@ -42,6 +43,9 @@ def summary(events: Sequence[dict[str, Any]]) -> RenderableType:
     for label, line in (("experts", experts_line(kept)), ("ranks", ranks_line(kept)), ("time", _time_line(run))):
         if line:
             table.add_row(label, Text(line))
+    books = account(run, events)
+    for label, line in books.lines() if books else ():
+        table.add_row(label, Text(line))
     shown = [stage for stage, seconds in run.stages.items() if seconds >= SHOWN]
     stages = Table.grid(padding=(0, 2))
     for stage in sorted(shown, key=lambda stage: -run.stages[stage]):

@@ -19,6 +19,7 @@ from pronghorn.report.loggers.table import require_installed
 from pronghorn.report.run_log import RunLog, SilentLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import clean_leftovers
+from pronghorn.train.checkpoint.resume import set_aside_later
 from pronghorn.train.checkpoint.saving import try_first_save
 from pronghorn.train.dist.world import World
 from pronghorn.train.run.run_folder import RunFolder, set_aside
@@ -97,7 +98,7 @@ def _ready(
     files: Mapping[str, Path | None],
 ) -> Session:
     with stages("load"), main_memory(recipe, lambda: "before the first step"):
-        return set_up(
+        session = set_up(
             recipe,
             folder,
             report=display.progress,
@@ -107,3 +108,6 @@ def _ready(
             **files,
             before_loading=lambda *found: try_first_save(recipe, folder, *found),
         )
+    if session.resumed_from is not None:  # by now all ranks have read what they go on from
+        session.notices += world.on_writer(lambda: set_aside_later(folder, session.step))
+    return session

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.data.audit.leaked import HeldPrompts
-from pronghorn.data.audit.reasons import REASONS, Hit, Known, Reason
+from pronghorn.data.audit.reasons import REASONS, SCORED, Hit, Known, Reason
+from pronghorn.data.audit.scores import RowScores, Scoring
 from pronghorn.data.encode.cached_rows import Progress, no_stage, silent
 from pronghorn.data.preference.pair_choices import first_rows, unit_of
 from pronghorn.data.prepare import findings
@@ -48,6 +50,7 @@ class Speed:
 class Audit:
     facts: dict[str, Any]  # plain values: audit.json, and all that the page shows
     select: str  # the content of select.json
+    scores: str = ""  # the content of scores.jsonl; nothing without scores
 
     def table(self) -> RenderableType:
         """For people."""
@@ -72,8 +75,17 @@ class Audit:
         return Group(Text(head, style="bold"), Text(), grid, Text(), *remarks)
 
 
-def collect(recipe: Parts, tokenizer: Tokenizer, *, speed: Speed | None = None, progress: Progress = silent) -> Audit:
-    """`tokenizer` may be a `TokenizerFiles`, which is not even loaded when the rows are in the cache."""
+def collect(
+    recipe: Parts,
+    tokenizer: Tokenizer,
+    *,
+    speed: Speed | None = None,
+    scoring: Scoring | None = None,
+    leave_out: Mapping[str, float] = MappingProxyType({}),
+    progress: Progress = silent,
+) -> Audit:
+    """`tokenizer` may be a `TokenizerFiles`, which is not even loaded when the rows are in the cache. `leave_out`: by reason,
+    the share of rows that select.json names beside those that it always does."""
     prepared, other = read_both(recipe, tokenizer, progress, no_stage)
     if other is not None:  # what both have is a reason, by containment
         sides = Apart(prepared.tokens, other.tokens, other.remarks)
@@ -85,8 +97,10 @@ def collect(recipe: Parts, tokenizer: Tokenizer, *, speed: Speed | None = None, 
     known = Known(
         side, np.isin(side.numbers, trained.numbers), held, findings(prepared.rows, near=False, progress=progress),
         None if pairs else families(side, prepared.rows.path, progress), *_read(trained, held, progress),
+        None if scoring is None else scoring(sides.train, sides.held).at(trained.first), leave_out,
     )  # fmt: skip
-    hits = [(reason, reason.find(known)) for reason in REASONS]
+    scored = [replace(one, leaves_out=one.name in leave_out) for one in SCORED if one.looks(known)]
+    hits = [(reason, reason.find(known)) for reason in (*REASONS, *scored)]
     leaves: dict[int, str] = {}
     for reason, found in hits:
         for unit in found if reason.leaves_out else ():
@@ -94,7 +108,7 @@ def collect(recipe: Parts, tokenizer: Tokenizer, *, speed: Speed | None = None, 
     keys = dict(zip(first_rows(prepared.rows.table).tolist(), keys_of(prepared.rows, progress), strict=True))
     rows = [LeftOut(keys[int(side.numbers[unit])], leaves[unit], side.where(unit)) for unit in sorted(leaves)]
     price = _Price(recipe, side, trained, speed)
-    text = selection_text(rows)
+    text = selection_text(rows, known.scores.seconds if known.scores else 0.0)
     ways = Counter(leaves.values())
     facts = {
         "rows": len(trained), "unit": unit_of(trained.table), "held_out": len(held) if held is not None else 0,
@@ -102,9 +116,23 @@ def collect(recipe: Parts, tokenizer: Tokenizer, *, speed: Speed | None = None, 
         {"gpu": speed.gpu, "tokens_per_second": round(speed.tokens_per_second, 1)},
         "reasons": [_facts(reason, found, ways[reason.name], known, price) for reason, found in hits],
         "left_out": price.of(sorted(leaves)), "select": {"sha256": hashlib.sha256(text.encode()).hexdigest()},
-        "remarks": _remarks(recipe, held, speed, [*prepared.remarks, *sides.remarks]),
+        "scores": None if known.scores is None else
+        {"source": known.scores.source, "rows": known.scores.known, "seconds": round(known.scores.seconds, 3)},
+        "remarks": _remarks(recipe, held, speed, [*prepared.remarks, *sides.remarks], known.scores),
     }  # fmt: skip
-    return Audit(facts, text)
+    return Audit(facts, text, "" if known.scores is None else _score_lines(known.scores, trained))
+
+
+def _score_lines(scores: RowScores, trained: Side) -> str:
+    """A line for each row, from the highest loss to the lowest."""
+    lines = []
+    for unit in np.argsort(-np.nan_to_num(scores.loss_R, nan=-1.0), kind="stable").tolist():
+        if np.isfinite(scores.loss_R[unit]):
+            alike = {} if scores.alike_R is None else {"alike": round(float(scores.alike_R[unit]), 4)}
+            values = {"loss": scores.loss_R, "first": scores.first_R, "last": scores.last_R}
+            figures = {name: round(float(value[unit]), 4) for name, value in values.items()}
+            lines.append(json.dumps({"row": trained.where(unit), **figures, "times": int(scores.times_R[unit]), **alike}))
+    return "".join(f"{line}\n" for line in lines)
 
 
 class _Price:
@@ -199,8 +227,8 @@ def _shown(side: Side, unit: int) -> str:
     return text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + " …"
 
 
-def _remarks(recipe: Parts, held: Side | None, speed: Speed | None, told: Sequence[str]) -> list[str]:
-    own = []
+def _remarks(recipe: Parts, held: Side | None, speed: Speed | None, told: Sequence[str], scores: RowScores | None) -> list[str]:
+    own = [] if scores is None else [f"losses of {counted(scores.known, 'row')}: {scores.source}"]
     if held is None:
         own.append("leaks are not looked for: the recipe holds out no rows (data.eval)")
     if recipe.data.select is not None:

@@ -7,12 +7,14 @@ out of it (`Side`). The order decides by which reason a row is left out that has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from pronghorn.data.audit.leaked import HeldPrompts
+from pronghorn.data.audit.scores import RowScores
 from pronghorn.data.prepare import Findings
 from pronghorn.data.read.copies import Families, Flags, Side
 
@@ -35,6 +37,8 @@ class Known:
     families: Families | None  # None: preference data, whose answers are alike
     prompts: HeldPrompts | None  # with all trained rows added, in order
     questions: Sequence[tuple[bytes, bytes]]  # digests of the prompt and of the answer of each trained row; b"": it has none
+    scores: RowScores | None = None  # of the trained rows, in order; None: no model has seen them
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the rows, that --leave-out names by a reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,11 @@ class Reason:
     risk: str  # what leaving them out risks
     leaves_out: bool  # whether select.json names them; else they are for people
     find: Callable[[Known], dict[int, Hit]]  # by unit
+    reads: str = ""  # what of the scores it needs
+
+    def looks(self, known: Known) -> bool:
+        """Whether there is something to look at."""
+        return not self.reads or getattr(known.scores, self.reads, None) is not None
 
 
 def leaks(known: Known) -> dict[int, Hit]:
@@ -94,6 +103,50 @@ def contradictions(known: Known) -> dict[int, Hit]:
     return found
 
 
+def off_task(known: Known) -> dict[int, Hit]:
+    if known.scores is None or known.scores.alike_R is None:
+        return {}
+    alike, units = known.scores.alike_R, np.flatnonzero(known.trained)
+    lowest = _lowest(alike, known.shares.get("off_task", SHOWN_OFF_TASK))
+    middle = f"{np.nanmedian(alike):.3f}"
+    return {int(units[row]): Hit(f"similarity {alike[row]:.3f}; of the row in the middle {middle}") for row in lowest}
+
+
+def known_rows(known: Known) -> dict[int, Hit]:
+    """Every tenth of them stays, where they are to be left out."""
+    if known.scores is None:
+        return {}
+    first, units = known.scores.first_R, np.flatnonzero(known.trained)
+    share = known.shares.get("known")
+    rows = np.flatnonzero(first <= KNOWN).tolist() if share is None else _lowest(first, share)
+    rows = rows if share is None else [row for number, row in enumerate(rows) if number % 10 != 9]
+    return {int(units[row]): Hit(f"{first[row]:.0%} of the mean loss, when it was first seen") for row in rows}
+
+
+def suspects(known: Known) -> dict[int, Hit]:
+    if known.scores is None:
+        return {}
+    scores, units = known.scores, np.flatnonzero(known.trained)
+    with np.errstate(invalid="ignore"):
+        high = (scores.last_R >= SUSPECT) & ((scores.times_R < 2) | (scores.last_R >= scores.first_R))
+    rows = sorted(np.flatnonzero(high).tolist(), key=lambda row: -scores.last_R[row])
+    return {int(units[row]): Hit(f"{scores.last_R[row]:.1f} times the mean loss{_before(scores, row)}") for row in rows}
+
+
+def _before(scores: RowScores, row: int) -> str:
+    return f", {scores.first_R[row]:.1f} times when it was first seen" if scores.times_R[row] > 1 else ""
+
+
+def _lowest(values: npt.NDArray[np.float64], share: float) -> list[int]:
+    """The share of all rows with the lowest values, from the lowest; rows without one stay."""
+    count = min(int(np.isfinite(values).sum()), round(share * len(values)))
+    found: list[int] = np.argsort(values, kind="stable")[:count].tolist()
+    return found
+
+
+KNOWN, SUSPECT = 0.1, 2.0  # times the mean loss of all rows at the same time
+SHOWN_OFF_TASK = 0.05  # of the rows
+
 REASONS = (
     Reason(
         "leak", "held-out prompts",
@@ -117,5 +170,23 @@ REASONS = (
         "contradiction", "same prompt, different answers",
         "All that is said before the last answer is equal, the answer is not.",
         "One of them may be wrong, or all of them right: these rows are shown and never left out.", False, contradictions,
+    ),
+)  # fmt: skip
+# Where a model has seen the rows. What --leave-out names is left out, too.
+SCORED = (
+    Reason(
+        "off_task", "least like the held-out rows",
+        "Of all rows, the states that the model's head reads are the least like those of the held-out rows (--score). Clean "
+        "data has such rows, too.",
+        "What the held-out rows do not ask for gets worse, and the held-out loss does not show it.", False, off_task, "alike_R",
+    ),
+    Reason(
+        "known", "known rows", "The loss was under a tenth of the mean when a model first saw the row.",
+        "Rows that a model can do hold its format; a tenth of them stays.", False, known_rows, "first_R",
+    ),
+    Reason(
+        "suspect", "suspects", "The loss is twice the mean or more, and did not fall beside the others'.",
+        "Wrong answers are often among them, and rare right ones: these rows are shown and never left out. One wrong number in "
+        "a long answer hardly changes its mean.", False, suspects, "last_R",
     ),
 )  # fmt: skip

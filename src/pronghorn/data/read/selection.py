@@ -47,6 +47,7 @@ class LeftOut:
 class _File:
     version: Literal[1]
     left_out: list[LeftOut]
+    scored_seconds: float = 0.0  # that choosing them took on the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ class Selection:
     """What `data.select` did."""
 
     train: TokenTable
-    left_out: Mapping[str, int]  # rows that are not trained on, by reason
+    left_out: Mapping[str, tuple[int, int]]  # rows that are not trained on, and their tokens, by reason
     remarks: tuple[str, ...]
     file: str = ""
     digest: str = ""  # SHA-256 of the file
+    scored_seconds: float = 0.0
 
     @property
     def key(self) -> dict[str, str]:
@@ -66,7 +68,8 @@ class Selection:
 
     def as_dict(self) -> dict[str, Any]:
         """For the log."""
-        return {"file": self.file, "sha256": self.digest, "left_out": dict(self.left_out)}
+        return {"file": self.file, "sha256": self.digest, "left_out": {why: rows for why, (rows, _) in self.left_out.items()},
+                **({"scored_seconds": self.scored_seconds} if self.scored_seconds else {})}  # fmt: skip
 
 
 def keys_of(rows: Rows, progress: Progress = silent) -> list[str]:
@@ -93,10 +96,11 @@ def keys_of(rows: Rows, progress: Progress = silent) -> list[str]:
     return kept(path, list[str], look, lambda keys: len(keys) == count)[0]
 
 
-def selection_text(rows: Sequence[LeftOut]) -> str:
+def selection_text(rows: Sequence[LeftOut], scored_seconds: float = 0.0) -> str:
     """The content of a file: a row on each line, so that people can remove one."""
     lines = ",\n".join(json.dumps(asdict(row), ensure_ascii=False) for row in rows)
-    return f'{{"version": 1, "left_out": [\n{lines}\n]}}\n'
+    scored = f'"scored_seconds": {scored_seconds:.3f}, ' if scored_seconds else ""
+    return f'{{"version": 1, {scored}"left_out": [\n{lines}\n]}}\n'
 
 
 def select(train: TokenTable, rows: Rows, what: str | Share, seed: int, progress: Progress = silent) -> Selection:
@@ -110,7 +114,12 @@ def select(train: TokenTable, rows: Rows, what: str | Share, seed: int, progress
     told = [
         f"left out {counted(count, unit)}: {reason} ({file.get('file', 'data.select')})" for reason, count in counts.items()
     ]
-    return Selection(_without(side, leaves), counts, (*told, *remarks), **file)
+    tokens = np.bincount(np.searchsorted(side.numbers, side.units), weights=train.lengths, minlength=len(side))
+    left_out = {
+        why: (count, int(sum(tokens[unit] for unit, reason in enumerate(reasons) if reason == why)))
+        for why, count in counts.items()
+    }
+    return Selection(_without(side, leaves), left_out, (*told, *remarks), **file)
 
 
 def _without(side: Side, leaves: Flags) -> TokenTable:
@@ -119,7 +128,7 @@ def _without(side: Side, leaves: Flags) -> TokenTable:
     return table.select_units(rows[first_rows(table)]) if leaves.any() else table
 
 
-def _random(side: Side, share: Share, seed: int) -> tuple[list[str], list[str], dict[str, str]]:
+def _random(side: Side, share: Share, seed: int) -> tuple[list[str], list[str], dict[str, Any]]:
     stays = max(1, round(share.random * len(side)))
     order = np.random.Generator(np.random.Philox(key=[seed, OF_SELECTION])).permutation(len(side))
     reasons = [f"not in the random {share.random:.4g} of all rows"] * len(side)
@@ -128,10 +137,11 @@ def _random(side: Side, share: Share, seed: int) -> tuple[list[str], list[str], 
     return reasons, [], {}
 
 
-def _named(side: Side, rows: Rows, name: str, progress: Progress) -> tuple[list[str], list[str], dict[str, str]]:
+def _named(side: Side, rows: Rows, name: str, progress: Progress) -> tuple[list[str], list[str], dict[str, Any]]:
     content = _read(name)
     try:
-        named = TypeAdapter(_File).validate_json(content, strict=True).left_out
+        whole = TypeAdapter(_File).validate_json(content, strict=True)
+        named = whole.left_out
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -150,7 +160,8 @@ def _named(side: Side, rows: Rows, name: str, progress: Progress) -> tuple[list[
     number = {int(row): key for row, key in zip(first_rows(rows.table), keys, strict=True)}
     remarks = [f"{counted(missing, 'row')} of {name} {'is' if missing == 1 else 'are'} not in data.train"] if missing else []
     found = [reasons.get(number[int(row)], "") for row in side.numbers]
-    return found, remarks, {"file": name, "digest": hashlib.sha256(content).hexdigest()}
+    digest = hashlib.sha256(content).hexdigest()
+    return found, remarks, {"file": name, "digest": digest, "scored_seconds": whole.scored_seconds}
 
 
 def _read(name: str) -> bytes:

@@ -34,6 +34,7 @@ class Apart:
     held: TokenTable | None = None
     remarks: tuple[str, ...] = field(default=())
     selection: Selection | None = None
+    leaked: tuple[int, int] = (0, 0)  # units dropped by `data.leaks`, and their tokens
 
 
 def read_apart(
@@ -111,7 +112,7 @@ def hold_out(side: Side, fraction: float, seed: int, spec: Data, cache: Path, pr
     trained, measured = (Side.of(side.table.select(side.rows(chosen))) for chosen in (~held, held))
     found = _between(kin, held, both)
     done = _policy(trained, measured, found, spec, "data.eval")
-    return Apart(done.train, done.held, (*remarks, *done.remarks))
+    return replace(done, remarks=(*remarks, *done.remarks))
 
 
 def _held(family: Longs, order: Longs, target: int) -> Flags:
@@ -177,4 +178,6 @@ def _policy(train: Side, held: Side, found: Leaks, spec: Data, where: str) -> Ap
             fix="set data.eval to other rows",
         )  # fmt: skip
     told = f"dropped {counted(int(leaked.sum()), unit)} of the training data, because the held-out data has them, too: {rows}"
-    return Apart(train.table.select(~train.rows(leaked)), held.table, (told,))
+    gone = train.rows(leaked)
+    dropped = int(leaked.sum()), int(train.table.lengths[gone].sum(dtype=np.int64))
+    return Apart(train.table.select(~gone), held.table, (told,), leaked=dropped)

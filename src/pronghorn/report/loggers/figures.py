@@ -9,7 +9,7 @@ from pronghorn.report.run_log import as_number
 # What transformers' Trainer calls a field, where it differs.
 NAMES = {"lr": "learning_rate", "seen_tokens": "num_input_tokens_seen"}
 # Of every event, or part of `tokens_per_second`, or no curve.
-NOT_LOGGED = {"event", "time", "session", "step", "tokens", "loss_tokens", "seconds", "samples", "cut", "best"}
+NOT_LOGGED = {"event", "time", "session", "step", "tokens", "loss_tokens", "seconds", "samples", "cut", "best", "metric_errors"}
 GROUPS = {"step": "train", "eval": "eval", "base": "eval"}
 
 

@@ -22,7 +22,7 @@ import random
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,9 +66,11 @@ def save_checkpoint(
     *,
     keep: int,
     best_step: int | None,
+    stable_step: int | None = None,
     needed_bytes: int = 0,
 ) -> Path:
-    """Save `checkpoint-<step>`, then prune older ones beyond `keep`; the best step's stays and does not count.
+    """Save `checkpoint-<step>`, then prune older ones beyond `keep`; those of the best step and of the stable one (after which
+    the decay begins) stay and do not count.
 
     `write_model` writes the model's files into the folder it is given, about `needed_bytes` of them.
     """
@@ -80,7 +82,8 @@ def save_checkpoint(
         save_file(_storable(state.tensors), folder / TENSORS)
 
     needed_bytes += sum(tensor.nbytes for tensor in state.tensors.values())
-    return write_checkpoint(run, manifest_of(state), fill, keep=keep, best_step=best_step, needed_bytes=needed_bytes)
+    beside = (best_step, stable_step)
+    return write_checkpoint(run, manifest_of(state), fill, keep=keep, beside=beside, needed_bytes=needed_bytes)
 
 
 def manifest_of(state: TrainState) -> dict[str, Any]:
@@ -99,9 +102,16 @@ def manifest_of(state: TrainState) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    run: Path, manifest: dict[str, Any], fill: Callable[[Path], None], *, keep: int, best_step: int | None, needed_bytes: int
+    run: Path,
+    manifest: dict[str, Any],
+    fill: Callable[[Path], None],
+    *,
+    keep: int,
+    beside: Collection[int | None],
+    needed_bytes: int,
 ) -> Path:
-    """The protocol, whoever follows it: `fill` writes every file but the manifest, `needed_bytes` in all."""
+    """The protocol, whoever follows it: `fill` writes every file but the manifest, `needed_bytes` in all. `beside`: steps whose
+    checkpoints stay, and do not count."""
     if keep < 1:
         raise ValueError(f"keep is {keep}; the newest checkpoint is always kept")
     final = run / f"checkpoint-{manifest['step']}"
@@ -121,7 +131,7 @@ def write_checkpoint(
             _put_in_place(folder, final)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # gone already, unless something failed
-        older = _older_ones(run, final, keep, best_step)
+        older = _older_ones(run, final, keep, beside)
     with _disk_faults(run, f"{final.name} is written, but an older checkpoint cannot be removed"):
         for path in older:
             _remove(path)
@@ -145,6 +155,13 @@ def list_checkpoints(run: Path) -> list[Path]:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
     return [found[step] for step in sorted(found)]
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    match = _COMPLETE.fullmatch(path.name)
+    assert match
+    return int(match["step"])
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -290,14 +307,14 @@ def _put_in_place(folder: Path, final: Path) -> None:
         _remove(replaced)
 
 
-def _older_ones(run: Path, newest: Path, keep: int, best_step: int | None) -> list[Path]:
+def _older_ones(run: Path, newest: Path, keep: int, beside: Collection[int | None]) -> list[Path]:
     """Checkpoints that are not to be kept beside the newest."""
-    best = run / f"checkpoint-{best_step}"
+    stay = [run / f"checkpoint-{step}" for step in beside]
     ours = list_checkpoints(run)
     if newest not in ours:  # somebody moved or removed the run's folder since
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(newest))
-    older = [path for path in ours[: ours.index(newest)] if path != best]
-    kept = keep if newest == best else keep - 1
+    older = [path for path in ours[: ours.index(newest)] if path not in stay]
+    kept = keep if newest in stay else keep - 1
     return older[: max(0, len(older) - kept)]
 
 

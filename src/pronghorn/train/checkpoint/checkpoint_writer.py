@@ -204,7 +204,7 @@ class Snapshot:
     manifest: dict[str, Any]
     copy: Copy
     keep: int = 0
-    best_step: int | None = None
+    beside: tuple[int | None, ...] = ()  # steps whose checkpoints stay beside those kept
     written: Future[Written] = field(default_factory=Future)
 
     def hold(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -241,7 +241,15 @@ class CheckpointWriter:
         self._taken.append(taken)
         return taken
 
-    def write(self, snapshot: Snapshot, *, keep: int, best_step: int | None, values: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self,
+        snapshot: Snapshot,
+        *,
+        keep: int,
+        best_step: int | None,
+        stable_step: int | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
         """As `save_checkpoint` would, as soon as it is copied and the one before is written. `values`: what is known only now,
         in plain JSON."""
         if keep < 1:
@@ -251,7 +259,7 @@ class CheckpointWriter:
         self._taken.remove(snapshot)
         if snapshot.event is None:
             self._require_finite(snapshot)
-        snapshot.keep, snapshot.best_step = keep, best_step
+        snapshot.keep, snapshot.beside = keep, (best_step, stable_step)
         snapshot.manifest["values"] |= values or {}
         self._in_flight.append(snapshot)
         self._queue.put(snapshot)
@@ -367,7 +375,7 @@ class CheckpointWriter:
             save_file(state, folder / TENSORS)
 
         tensors = sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))
-        needed, keep, best = tensors + sum(map(len, model.small.values())), snapshot.keep, snapshot.best_step
-        path = checkpoint.write_checkpoint(self._run, snapshot.manifest, fill, keep=keep, best_step=best, needed_bytes=needed)
+        needed, keep, stay = tensors + sum(map(len, model.small.values())), snapshot.keep, snapshot.beside
+        path = checkpoint.write_checkpoint(self._run, snapshot.manifest, fill, keep=keep, beside=stay, needed_bytes=needed)
         written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         return Written(snapshot.step, path, written, time.perf_counter() - began)

@@ -24,8 +24,10 @@ from pronghorn.train.checkpoint.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     restore_rng,
+    step_of,
     way_out,
 )
+from pronghorn.train.checkpoint.longer import LENGTH, as_longer, is_longer, is_stable
 from pronghorn.train.run.evaluate import Progress
 from pronghorn.train.source import kind_of
 from pronghorn.train.step.spikes import losses_of
@@ -53,6 +55,7 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
         if not isinstance(values["scaler"], dict) or not all(isinstance(values[key], str) for key in ("data", "held_out")):
             raise ValueError("the loss scale or the data key has the wrong type")
         losses_of(values)
+        int(values.get("planned") or 0)
         return Described(trained, Progress.of(values["progress"]), values["seen_tokens"])
     except _MISFITS as error:
         raise _not_ours(path, error) from error
@@ -63,20 +66,31 @@ def find_checkpoint(
 ) -> tuple[Path, TrainState] | None:
     """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock."""
     damaged: list[tuple[Path, CheckpointError]] = []
+    decayed: tuple[Path, TrainState, dict[str, str]] | None = None  # the newest that a longer run does not go on from
     for path in reversed(list_checkpoints(run)):
         try:
             state = load_checkpoint(path)
-            before = described(path, state.recipe, state.values).recipe
+            then = described(path, state.recipe, state.values)
             _require_rng(path, state)
         except OtherVersionError:
             raise
         except CheckpointError as error:
             damaged.append((path, error))
             continue
-        _refuse_or_tell(before.differences(recipe.settled(before)), allow, path, run, say)
+        now = recipe.settled(then.recipe)
+        changed = then.recipe.differences(now)
+        if is_longer(then.recipe, now, state):
+            if not is_stable(then.recipe, then.progress, state):
+                decayed = decayed or (path, state, changed)
+                continue
+            state = as_longer(state, then.progress, now, run)
+            for key in LENGTH:
+                if change := changed.pop(key, ""):
+                    say(f"{key}: {change}: the run goes on from {path.name}, where its rate was constant")
+        _refuse_or_tell(changed, allow, path, run, say)
         for broken, damage in damaged:
-            aside = set_aside_damaged(broken)
-            lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
+            aside = set_aside(broken)
+            lost = counted(step_of(broken) - state.step, "step")
             say(
                 f"{broken.name}: {damage.what} ({damage.where}); it is renamed to {aside.name}, and the run resumes from "
                 f"{path.name}: {lost} lost, to be repeated"
@@ -84,7 +98,11 @@ def find_checkpoint(
         return path, state
     if damaged:
         raise damaged[0][1]
-    return None
+    if decayed is None:
+        return None
+    path, state, changed = decayed
+    _refuse_or_tell(changed, allow, path, run, say)
+    return path, state
 
 
 def settled(recipe: Recipe, found: tuple[Path, TrainState] | None) -> Recipe:
@@ -138,14 +156,20 @@ def _not_ours(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError("the manifest does not describe a run", where=str(path / MANIFEST), why=text, fix=way_out(path))
 
 
-def set_aside_damaged(path: Path) -> Path:
-    number, aside = 1, path.with_name(f"{path.name}.damaged")
+def set_aside_later(run: Path, step: int) -> list[str]:
+    """Renames checkpoints after this step, of a decay that is not gone on from: they are still there to be used."""
+    later = [path for path in list_checkpoints(run) if step_of(path) > step]
+    return [f"{path.name}, after the decay, is renamed to {set_aside(path, 'decayed').name}" for path in later]
+
+
+def set_aside(path: Path, why: str = "damaged") -> Path:
+    number, aside = 1, path.with_name(f"{path.name}.{why}")
     while os.path.lexists(aside):
         number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+        aside = path.with_name(f"{path.name}.{why}-{number}")
     try:
         path.rename(aside)
     except OSError as error:
         fix = "move it away, then run the same command again"
-        raise EnvironmentFault.of(error, "cannot rename a damaged checkpoint", path, fix) from error
+        raise EnvironmentFault.of(error, f"cannot rename a {why} checkpoint", path, fix) from error
     return aside

@@ -29,7 +29,7 @@ from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import TrainState, capture_rng, list_checkpoints, margin_bytes, save_checkpoint
 from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter, Snapshot
-from pronghorn.train.checkpoint.resume import set_aside_damaged
+from pronghorn.train.checkpoint.resume import set_aside
 from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.run.run_folder import require_free_disk
 from pronghorn.train.setup.setup import Session
@@ -39,14 +39,15 @@ from pronghorn.train.step.optim import optimizer_tensors, trainable
 
 def try_first_save(recipe: Recipe, folder: Path, facts: ModelFacts, tokenizer: Tokenizer) -> None:
     """Before weights load: the tokenizer's files and the model's config, written beside the checkpoints to come and removed,
-    and room for all of these (those kept, the best one and the one being written)."""
+    and room for all of these (those kept, the best one, with wsd the one before the decay, and the one being written)."""
     with scratch(folder) as place:
         try_small_files(recipe.model, tokenizer, place)
         small = bytes_of(place)
     trained = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     one = 4 * trained + sum(moment_bytes(recipe.train.optimizer, trained)) + small
+    one += 4 * trained * (recipe.train.average is not None)
     there = sum(bytes_of(path) for path in list_checkpoints(folder))
-    needed = max(one, one * (recipe.checkpoint.keep + 2) - there) + margin_bytes(one)
+    needed = max(one, one * (recipe.checkpoint.keep + 2 + (recipe.train.schedule == "wsd")) - there) + margin_bytes(one)
     require_free_disk(folder, needed, "this run", then="run the same command again")
 
 
@@ -168,6 +169,7 @@ class WritingSaver(Saver):
                 lambda place: self._write_model(place, weights),
                 keep=session.recipe.checkpoint.keep,
                 best_step=session.progress.best_step,
+                stable_step=session.stable_step,
                 needed_bytes=sum(p.nbytes for p in weights.values()) + self._small,
             )
         self.saved_step = session.step
@@ -197,7 +199,7 @@ class WritingSaver(Saver):
     def withdraw(self, step: int) -> None:
         path = self._folder / f"checkpoint-{step}"
         if self.saved_step == step and path.is_dir():
-            aside = set_aside_damaged(path)
+            aside = set_aside(path)
             self._log.write("notice", text=f"{path.name} holds the weights that broke the run; it is renamed to {aside.name}")
             self.checkpoint = None
 
@@ -210,6 +212,7 @@ class WritingSaver(Saver):
                 snapshot,
                 keep=session.recipe.checkpoint.keep,
                 best_step=session.progress.best_step,
+                stable_step=session.stable_step,
                 values={"losses": session.spikes.losses},
             )
         self._saved(snapshot.step)
@@ -218,12 +221,14 @@ class WritingSaver(Saver):
         session = self._session
         return TrainState(
             step=session.step + len(ahead),
-            tensors=optimizer_tensors(session.optimizer, session.model),
+            tensors=optimizer_tensors(session.optimizer, session.model) | session.average.tensors(),
             values={
                 "cursor": ahead[-1].after if ahead else session.cursor,
                 "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
                 **session.identity,
                 "progress": session.progress.as_dict(),
+                "planned": session.source.total,
+                "average": session.average.values(),
                 "scaler": session.take_step.scaler.state_dict(),
                 "losses": session.spikes.losses,
             },

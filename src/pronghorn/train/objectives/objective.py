@@ -121,8 +121,16 @@ class Objective(ABC):
 def document_losses(batch: PackedBatch, rows_N: Tensor) -> npt.NDArray[np.float64]:
     """Summed loss of each document of a batch, in float64 and in one order. The batch is on the host. `rows_N`: as in
     `Sums`."""
-    ends = np.searchsorted(batch.loss_rows.numpy(), batch.cu_seqlens.numpy()[: len(batch.documents) + 1])
-    return np.diff(np.concatenate([[0.0], rows_N.cpu().double().numpy().cumsum()])[ends])
+    return losses_between(loss_borders(batch), rows_N)
+
+
+def loss_borders(batch: PackedBatch) -> npt.NDArray[np.int64]:
+    """Where the loss rows of each document begin, and where the last one's end. The batch is on the host."""
+    return np.searchsorted(batch.loss_rows.numpy(), batch.cu_seqlens.numpy()[: len(batch.documents) + 1])
+
+
+def losses_between(borders: npt.NDArray[np.integer], rows_N: Tensor) -> npt.NDArray[np.float64]:
+    return np.diff(np.concatenate([[0.0], rows_N.cpu().double().numpy().cumsum()])[borders])
 
 
 def mean_of(sums: Tensor, divisor: Divisor) -> Tensor:

@@ -6,6 +6,7 @@ has begun, so it is asked before the first step. Its answers are kept in the run
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,9 @@ def _random_numbers_kept() -> Iterator[None]:
     rng = capture_rng()
     yield
     restore_rng(rng)
+
+
+DECIDING = "deciding"
 
 
 class RunAnswers:
@@ -57,7 +61,6 @@ class RunAnswers:
             progress=self._progress,
             objective=session.objective,
             world=session.world,
-            by_row=session.recipe.eval.stop is not None and session.recipe.eval.stop.gain is not None,
         )
 
     def before_training(self) -> None:
@@ -80,7 +83,16 @@ class RunAnswers:
         ]
         if not self._held_out.measured:
             return {"generations": shown}
-        return {"generations": shown, "metrics": judged.metrics, "samples": len(questions), "cut": judged.cut}
+        measured = {"metrics": judged.metrics, "metric_errors": judged.errors, "samples": len(questions), "cut": judged.cut}
+        return {"generations": shown, **measured, **self._deciding(judged)}
+
+    def _deciding(self, judged: Judged) -> dict[str, Any]:
+        """The score of each question by the metric that decides, for all ranks, and not for the log."""
+        best = self._session.recipe.eval.best
+        if best not in judged.metrics:
+            return {}
+        key = hashlib.sha256(f"{best} {self._held_out.key(self._session.recipe.model)}".encode()).hexdigest()[:12]
+        return {DECIDING: {"key": key, "scores": [row[best] for row in judged.rows]}}
 
     def _ask(self, label: str) -> list[ModelAnswer]:
         with self._session.autocast():

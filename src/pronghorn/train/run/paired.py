@@ -5,7 +5,10 @@ same rows 0.010. Losses are ratios: summed loss over summed tokens. Rows are dra
 other. At a constant rate the loss falls about linearly in log(tokens); under a rate that decays it does not, so nothing is
 predicted there.
 
-R = held-out rows, E = evaluations.
+Metrics of answers are compared question by question, too: questions that one of two evaluations answers better are as likely
+the one's as the other's, where nothing changed (a sign test; McNemar's, exact, for a metric that is 0 or 1).
+
+R = held-out rows, E = evaluations, Q = questions.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ Counts = npt.NDArray[np.integer]
 
 FEWEST, MOST = 4, 16  # evaluations that a trend is fitted to; they are as old as half of the run so far, if there are enough
 DRAWS, SEED = 1000, 3407
+FEWEST_QUESTIONS = 200  # by which answers may stop a run: of 100, 10 more right ones than before may be chance one time in 40
 
 
 class Seen(NamedTuple):
@@ -33,10 +37,37 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, losses_R: Floats) -> Seen:
-        return cls(tokens, base64.b64encode(losses_R.astype("<f4").tobytes()).decode())
+        return cls(tokens, as_text(losses_R))
 
     def by_row(self) -> Floats:
-        return np.frombuffer(base64.b64decode(self.losses), "<f4").astype(np.float64)
+        return of_text(self.losses)
+
+
+def as_text(values: Floats) -> str:
+    """Numbers for a checkpoint's JSON, in float32."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+def of_text(text: str) -> Floats:
+    return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float64)
+
+
+class Compared(NamedTuple):
+    """An evaluation's answers beside those of another, question by question."""
+
+    better: int
+    worse: int
+    chance: float  # that so many are better, or more, where nothing changed
+
+
+def compared(now_Q: Floats, before_Q: Floats) -> Compared:
+    """A higher score is better; questions of equal scores, or without one, say nothing."""
+    better, worse = int((now_Q > before_Q).sum()), int((now_Q < before_Q).sum())
+    ways = total = math.comb(better + worse, better)
+    for right in range(better, better + worse):
+        ways = ways * (better + worse - right) // (right + 1)
+        total += ways
+    return Compared(better, worse, total / 2 ** (better + worse))
 
 
 def kept(seen: Sequence[Seen], latest: Seen) -> list[Seen]:
@@ -55,6 +86,11 @@ def difference(now_R: Floats, before_R: Floats, counts_R: Counts) -> tuple[float
         return float(mean), math.inf
     spread = np.square(changes_R - mean * counts_R).sum() * rows / (rows - 1)
     return float(mean), float(math.sqrt(spread) / tokens)
+
+
+def mean_error(losses_R: Floats, counts_R: Counts) -> float:
+    """The standard error of a loss: how far another draw of such rows may lie."""
+    return difference(losses_R, np.zeros(len(counts_R)), counts_R)[1]
 
 
 def expected_gain(seen: Sequence[Seen], counts_R: Counts, end: float, confidence: float) -> tuple[float, float] | None:

@@ -45,6 +45,7 @@ def log_start(session: Session, folder: Path, log: RunLog) -> None:
         precision=session.precision,
         resumed_from=session.resumed_from,
         steps=session.total,
+        planned=session.source.total,
         parameters={"total": count_parameters(model), "trainable": require_trainable(model)},
         data=session.source.summary(),
         eval_documents=len(session.source.held_out or ()),

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from pronghorn.data.pack.loader import StepBatch
@@ -26,8 +27,9 @@ from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
 from pronghorn.train.checkpoint.saving import saver_of
-from pronghorn.train.run.answers import RunAnswers
-from pronghorn.train.run.evaluate import Evaluation
+from pronghorn.train.run.answers import DECIDING, RunAnswers
+from pronghorn.train.run.average import put
+from pronghorn.train.run.evaluate import Evaluation, QuestionScores
 from pronghorn.train.run.row_losses import RowLosses
 from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
 from pronghorn.train.run.signals import StopRequest
@@ -122,10 +124,10 @@ class Run:
                 self._pass_over(step_batch, "no answer to a prompt is better than another, so there is no update")
             else:
                 self._begin(step_batch)
-            begun = session.step + len(self._under_way)
+            begun = self._begun_and_averaged()
             last = begun == session.total
             evaluates = source.held_out is not None and (begun % self._eval_every == 0 or last)
-            saves = begun % self._save_every == 0
+            saves = self._saves_at(begun)
             if evaluates or last or (saves and (self._saver.waits or not self._under_way)):
                 verdict = self._pause(evaluates, last)
             else:
@@ -159,10 +161,11 @@ class Run:
         self._rows.flush()
         log_experts(self.session, self.log)
         self._log_ranks()
-        verdict = self._evaluate() if evaluates else ""
+        verdict = self._evaluate(self._measured()) if evaluates else ""
+        if last and session.average.count > 1:
+            self._average()
         best_now = session.progress.best_step == session.step
-        decays_now = session.progress.decay_from == session.step
-        if session.step % self._save_every == 0 or last or best_now or verdict or decays_now:
+        if self._saves_at(session.step) or last or best_now or verdict:
             self._saver.save()
         if not last:
             self._refresh_page(news=evaluates)
@@ -263,7 +266,7 @@ class Run:
         now = time.perf_counter()
         log_step(session, self.log, step_batch, result, done.lr, now - self._mark)
         self._rows.add(session.step, step_batch, result.losses)
-        if session.step % self._save_every == 0:
+        if self._saves_at(session.step):
             self._rows.flush()
         self._compare_with_plan(now - self._mark)
         self._mark = time.perf_counter() if self._refresh_page() else now  # a page is no part of the next step's time
@@ -329,25 +332,57 @@ class Run:
                 found = self._answers.measure()
             self.log.write("base", metrics=found.figures, samples=found.samples)
 
-    def _evaluate(self) -> str:
-        """Returns the reason to stop, or nothing."""
-        session, recipe = self.session, self.session.recipe
-        began = time.perf_counter()
+    def _measured(self) -> Evaluation:
+        self._looked_at = time.perf_counter()
         with self.stages("evaluate"):
-            result = self._answers.measure()
+            self._last = self._answers.measure()
+        return self._last
+
+    def _begun_and_averaged(self) -> int:
+        """The last step that was begun. Its weights are read before the next one, where they are averaged."""
+        session = self.session
+        begun = session.step + len(self._under_way)
+        if begun in session.averaged:
+            self._finish_all()
+            with self.stages("average"):
+                session.average.add(session.model, session.averaged.start)
+            self._mark = time.perf_counter()
+        return begun
+
+    def _average(self) -> None:
+        """The mean of the last weights beside the last ones, on the held-out rows: the better one stays in the model."""
+        session, last = self.session, self._last
+        assert session.source.held_out is not None
+        with self.stages("average"):
+            before = session.average.put_in(session.model)
+        mean = self._measured()
+        facts = session.average.decided(session.step, mean, last, session.source.held_out.loss_counts)
+        self.log.write("average", step=session.step, **facts)
+        if session.average.kept:
+            self._evaluate(mean)
+        else:
+            put(session.model, before)
+
+    def _evaluate(self, result: Evaluation) -> str:
+        """Tells of an evaluation, with answers. Returns the reason to stop, or nothing."""
+        session, recipe = self.session, self.session.recipe
         with self.stages("answers"):
             answered = session.on_writer(self._answers.evaluate)
+        deciding = answered.pop(DECIDING, None)
         if result.figures:
             answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
-        session.progress = session.progress.after(value, session.step, recipe.eval.stop)
-        answered = answered | self._compare_rows(result)
+        scores = deciding and QuestionScores(deciding["key"], np.array(deciding["scores"]))
+        against = session.progress.against(scores) if scores else None
+        session.progress = session.progress.after(value, session.step, recipe.eval.stop, scores)
+        answered = answered | ({"paired": against._asdict()} if against else {}) | self._compare_rows(result)
         self.log.write(
             "eval",
             step=session.step,
             **({} if session.source.evaluates else {"loss": result.loss, "tokens": result.tokens}),
+            **({} if result.error is None else {"loss_error": result.error}),
             **({} if result.figures else {"perplexity": result.perplexity}),
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - self._looked_at,
             best=session.progress.best_step == session.step,
             **answered,
         )
@@ -357,7 +392,13 @@ class Run:
         """For eval.stop.gain, where the rate is constant; and what the event of the evaluation says of it."""
         session, stop, train = self.session, self.session.recipe.eval.stop, self.session.recipe.train
         constant = train.constant(session.source.total)
-        if stop is None or result.losses_R is None or session.step not in constant or session.progress.decay_from is not None:
+        if (
+            stop is None
+            or stop.gain is None
+            or result.losses_R is None
+            or session.step not in constant
+            or session.progress.decay_from is not None
+        ):
             return {}
         assert session.source.held_out is not None
         counts_R, tokens = session.source.held_out.loss_counts, session.seen_tokens
@@ -374,6 +415,9 @@ class Run:
             self.display.progress(SAVING, 1, 1)
             what = f"Stopped after step {self.session.step}; saved to {self._saver.checkpoint}. Run the same command to resume."
         raise Interrupted(what=what, signal_number=signal_number)
+
+    def _saves_at(self, step: int) -> bool:
+        return step % self._save_every == 0 or step == self.session.stable_step
 
     def _doing(self) -> str:
         return f"step {self.session.step + max(1, len(self._under_way))}"

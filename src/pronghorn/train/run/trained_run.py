@@ -23,7 +23,7 @@ from pronghorn.model.heads import HEADS
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Data
-from pronghorn.train.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
+from pronghorn.train.checkpoint.checkpoint import list_checkpoints, step_of, verify_checkpoint
 from pronghorn.train.checkpoint.resume import described
 
 OnText = Callable[[str, str], None]
@@ -102,7 +102,7 @@ class TrainedRun(Trained):
 
     @staticmethod
     def _choose(found: list[Path], which: str, run: Path) -> Path:
-        steps = {int(path.name.split("-")[1].split(".")[0]): path for path in found}
+        steps = {step_of(path): path for path in found}
         last = found[-1]
         if which == "last":
             return last

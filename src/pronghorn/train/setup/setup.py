@@ -41,12 +41,14 @@ from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
+from pronghorn.train.checkpoint.longer import warm_up_of_longer
 from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
 from pronghorn.train.dist.expert_shards import shares_of, spread
 from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, objective_of
+from pronghorn.train.run.average import Average, window
 from pronghorn.train.run.evaluate import Progress
 from pronghorn.train.run.reward_models import reward_models
 from pronghorn.train.run.run_identity import in_background, require_same_data, run_facts, weights_key
@@ -88,6 +90,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)  # by eval.best
     resumed_from: int | None = None
     spikes: Spikes = field(default_factory=Spikes)
+    average: Average = field(default_factory=Average)  # train.average
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -98,6 +101,17 @@ class Session:
     def total(self) -> int:
         """Optimizer steps: fewer than the source has, where an early stop began the decay."""
         return self.recipe.train.decays(self.source.total, self.progress.decay_from).stop
+
+    @property
+    def stable_step(self) -> int | None:
+        """After which the rate decays, where it was constant before (wsd): a longer run goes on from there."""
+        decays = self.recipe.train.decays(self.source.total, self.progress.decay_from)
+        return decays.start if decays else None
+
+    @property
+    def averaged(self) -> range:
+        """Steps after which weights are averaged."""
+        return window(self.recipe.train, self.total, self.recipe.train.decays(self.source.total, self.progress.decay_from))
 
     @property
     def autocast(self) -> Callable[[], Any]:
@@ -197,7 +211,7 @@ def set_up(
         source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size, **files)
     recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = source.dealt(world.size) + told_of(shard, world)
+    told = [*source.dealt(world.size), *told_of(shard, world), *warm_up_of_longer(found, recipe, source.total)]
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
@@ -369,4 +383,5 @@ def _put_back(session: Session, state: TrainState) -> None:
             "patience restart from here"
         )
     session.spikes = Spikes(session.recipe.health.spike, losses_of(values))
+    session.average = Average.of(values, state.tensors)
     restore_rng(state.rng)

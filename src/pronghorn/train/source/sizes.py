@@ -11,7 +11,7 @@ import torch
 
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.pack.packing import Groups, Packs, pack
-from pronghorn.data.preference.pair_choices import unit_of
+from pronghorn.data.preference.pair_choices import first_rows, unit_of
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.errors import counted
 from pronghorn.model.load import ModelFacts, Precision
@@ -19,7 +19,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Lora, Train, steps_between
 from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.objectives import objective_of
-from pronghorn.train.run.paired import FEWEST
+from pronghorn.train.run.paired import FEWEST, FEWEST_QUESTIONS
 from pronghorn.train.source.source import Report, Source
 
 FEW_STEPS = 20  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
@@ -143,6 +143,17 @@ def too_few_to_predict(recipe: Recipe, source: Source) -> list[str]:
     return [f"eval.stop.gain needs {FEWEST} evaluations at a constant rate, and the run has {times}; set eval.every: 0.05"]
 
 
+def too_few_questions(recipe: Recipe, source: Source) -> list[str]:
+    """Where the answers that decide are too few to stop a run."""
+    best, table = recipe.eval.best, source.held_out
+    if recipe.eval.stop is None or table is None or source.evaluates or best in ("loss", *objective_of(recipe).scores):
+        return []
+    few = min(recipe.eval.samples, len(first_rows(table)))
+    fix = f"set eval.samples: {FEWEST_QUESTIONS}" if few < len(first_rows(table)) else "hold out more rows"
+    told = f"eval.stop does not stop this run: {best} is of {counted(few, 'question')}, and chance decides among fewer than"
+    return [f"{told} {FEWEST_QUESTIONS}; {fix}, or set eval.best: loss"] if few < FEWEST_QUESTIONS else []
+
+
 def empty_packs(recipe: Recipe, table: TokenTable, first: Packs) -> list[str]:
     """A step of few rows may fill a small part of its packs, and padding takes as long as rows do."""
     spec, full = recipe.train, first.efficiency(recipe.train.capacity)
@@ -166,6 +177,7 @@ def notices(recipe: Recipe, source: Source, device: torch.device, precision: Pre
         + evaluated_once(recipe, source)
         + no_constant_phase(recipe, source)
         + too_few_to_predict(recipe, source)
+        + too_few_questions(recipe, source)
     )
     if recipe.method == "full" and recipe.lora != Lora():
         said.append("method: full trains all weights; the lora section of the recipe is ignored")

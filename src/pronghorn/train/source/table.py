@@ -41,6 +41,7 @@ class TableSource(Source):
         spec = recipe.train
         self.recipe, self.train, self.held_out, self.pad_id, self.prepared = recipe, train, held_out, pad_id, prepared
         self.known = (train,) if held_out is None else (train, held_out)
+        self.leaked = (0, 0)  # rows that are held out, too, and their tokens
         self.remarks: tuple[str, ...] = ()  # what reading and cutting the rows has to tell
         self.first_epoch: Packs = pack(self._groups, spec.capacity, seed=spec.seed, epoch=0, rows=spec.batch_rows)
         self.total = spec.steps or steps_in_all(spec, self._groups, self.first_epoch, report)
@@ -55,7 +56,7 @@ class TableSource(Source):
         held_out = None if sides.held is None else sides.held.sharing(shared)
         with stage("pack"):
             source = cls(recipe, sides.train.sharing(shared), held_out, padding_id(tokenizer), prepared, report, ranks)
-        source.selection = sides.selection
+        source.selection, source.leaked = sides.selection, sides.leaked
         read = (*prepared.remarks, *told, *(other.remarks if other else ()), *sides.remarks)
         source.remarks = (*told_sizes(recipe, source.recipe, source.total), *read)
         return source
@@ -98,7 +99,7 @@ class TableSource(Source):
             "loss_tokens": int(self.train.loss_counts.sum()),
             "packs": len(self.first_epoch),
             "efficiency": self.first_epoch.efficiency(self.recipe.train.capacity),
-            **data_facts(self.prepared.counts, self.train, self.selection),
+            **data_facts(self.prepared.counts, self.train, self.selection, self.leaked),
         }
 
     def notices(self) -> list[str]:
