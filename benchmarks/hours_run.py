@@ -54,7 +54,7 @@ def trained(values: dict[str, Any], folder: Path, alone: dict[str, Any] | None =
         torch.cuda.empty_cache()  # the next run plans by what is free
     steps, looks, (start,) = events.of("step"), events.of("eval"), events.of("start")
     assert all(step["grad_norm"] > 0 for step in steps), "a step had no gradient"
-    each_step, each_look = (median(one["seconds"] for one in of) for of in (steps, looks))
+    each_step, each_look = (median(one["seconds"] for one in of) for of in (steps, looks[1:] or looks))
     if alone is not None:
         each_step, each_look = alone["step_seconds"] / alone["steps"], alone["eval_seconds"] / alone["looks"]
     step_seconds, eval_seconds = len(steps) * each_step, len(looks) * each_look

@@ -29,7 +29,7 @@ from pronghorn.train.setup import setup
 from pronghorn.train.setup.setup import Session, set_up
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
-from pronghorn.train.step.memory import plan_memory
+from pronghorn.train.step.memory import evaluation_capacity, plan_memory
 from samples import make_model
 
 CPU = torch.device("cpu")
@@ -267,3 +267,12 @@ def test_a_budget_that_would_be_ignored_is_refused(recipe_for: RecipeFor, change
     with pytest.raises(RecipeError, match="cannot be planned") as caught:
         train(recipe_for(memory={"budget": "2GB"}, **changes), display=Silent())
     assert why in caught.value.why
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(0, 256), (576, 16384), (2048, 8192), (4096, 256), (8192, 256)])
+def test_packs_of_an_evaluation_are_larger_than_a_steps_for_narrow_models(
+    recipe_for: RecipeFor, width: int, tokens: int
+) -> None:
+    """256 is the recipe's capacity, which a wide model's evaluation does not exceed."""
+    recipe = recipe_for(train={"capacity": 256, "batch_tokens": 256})
+    assert evaluation_capacity(recipe, width) == tokens

@@ -15,6 +15,7 @@ from typing import Any
 from pronghorn.evaluation.held_out import HeldOut, Judged, ModelAnswer, read_base, write_base
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.model.causal_lm import without_adapters
+from pronghorn.model.families import text_config
 from pronghorn.report.answers import write_answers
 from pronghorn.report.run_log import RunLog
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
@@ -51,10 +52,11 @@ class RunAnswers:
         assert source.held_out is not None
         if source.evaluates:
             return source.evaluate(session.model)
+        width = int(text_config(session.model.config).hidden_size) if session.device.type == "cuda" else 0
         return evaluate(
             session.model,
             source.held_out,
-            capacity=evaluation_capacity(session.recipe),
+            capacity=evaluation_capacity(session.recipe, width),
             device=session.device,
             pad_id=source.pad_id,
             autocast=session.autocast,

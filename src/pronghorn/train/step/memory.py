@@ -35,7 +35,11 @@ from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.train.run.run_forecast import why_no_plan
 
-EVALUATION_TOKENS = 4096  # of a pack without gradients: enough to keep a GPU busy, and a quarter of a training pack's memory
+EVALUATION_TOKENS = 4096  # of a pack without gradients: a quarter of a training pack's memory
+# A pack costs the host 49 ms (SmolLM2-135M on an H200, 2,048 or 4,096 tokens alike), so a GPU waits in packs of a small model. Up
+# to so many tokens then, as long as a pack has no more numbers than 4,096 tokens of a model of width 4,096.
+MOST_EVALUATION_TOKENS = 16384
+EVALUATION_NUMBERS = 4096 * 4096
 COMPARED_AFTER = 10  # steps: then the plan is held against what was measured
 HARD_LIMIT = 1.06  # of a budget that was asked for: fragments included, the allocator takes no more
 SMALL_BLOCKS = 100 * 2**20  # nor this, in which it rounds up, 2 to 20 MiB at a time, and which a tiny model would notice
@@ -44,8 +48,11 @@ NO_MEMORY = ("can't allocate memory", "not enough memory: you tried", "can't sta
 WARM_UP = 3  # of them, in which kernels are compiled and graphs captured
 
 
-def evaluation_capacity(recipe: Recipe) -> int:
-    """Tokens of a pack in an evaluation: the result is the same for any."""
+def evaluation_capacity(recipe: Recipe, width: int = 0) -> int:
+    """Tokens of a pack in an evaluation: the result is the same for any. `width`: of the model, where it is on a GPU."""
+    fitting = min(MOST_EVALUATION_TOKENS, EVALUATION_NUMBERS // width) if width else 0
+    if fitting > EVALUATION_TOKENS:
+        return max(fitting, recipe.data.max_length)
     return min(recipe.train.capacity, max(recipe.data.max_length, EVALUATION_TOKENS))
 
 
@@ -79,7 +86,8 @@ def plan_memory(
             )
         return None
     job, costs = found
-    aside = beside + (evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0)
+    looks = evaluates and job.graphed
+    aside = beside + (evaluation_bytes(job, evaluation_capacity(recipe, job.shape.width)) if looks else 0)
     budget, remark = budget_of(recipe.memory.budget, device)
     problem = problem_of(job, costs, budget, host_room(), aside)
     if device.type == "cuda" and host_moments(job) > problem.host > 0:
