@@ -78,6 +78,8 @@ def hours(folder: Path) -> str:
         return NOT_MEASURED
     content = read(folder / "hours.json")
     found, rows = arms_of(content), []
+    if not found:
+        return NOT_MEASURED
     for one in found:
         answers = "" if one["exact"] is None else f"{one['exact']:.1%} ({100 * one['fewer_exact']:+.1f})"
         rows.append((
