@@ -30,6 +30,23 @@ def _random_numbers_kept() -> Iterator[None]:
     restore_rng(rng)
 
 
+def measure(session: Session, progress: Callable[[str, int, int], None], *, by_row: bool) -> Evaluation:
+    """The held-out rows' loss under the weights as they are. On all ranks."""
+    assert session.source.held_out is not None
+    return evaluate(
+        session.model,
+        session.source.held_out,
+        capacity=evaluation_capacity(session.recipe),
+        device=session.device,
+        pad_id=session.source.pad_id,
+        autocast=session.autocast,
+        progress=progress,
+        objective=session.objective,
+        world=session.world,
+        by_row=by_row,
+    )
+
+
 class RunAnswers:
     def __init__(
         self, session: Session, folder: Path, log: RunLog, own: OwnMetric | None, progress: Callable[[str, int, int], None]
@@ -43,22 +60,11 @@ class RunAnswers:
 
     def measure(self) -> Evaluation:
         """The held-out rows' loss; or what their answers are worth, where the source says so. On all ranks."""
-        session, source = self._session, self._session.source
-        assert source.held_out is not None
-        if source.evaluates:
-            return source.evaluate(session.model)
-        return evaluate(
-            session.model,
-            source.held_out,
-            capacity=evaluation_capacity(session.recipe),
-            device=session.device,
-            pad_id=source.pad_id,
-            autocast=session.autocast,
-            progress=self._progress,
-            objective=session.objective,
-            world=session.world,
-            by_row=session.recipe.eval.stop is not None and session.recipe.eval.stop.gain is not None,
-        )
+        session = self._session
+        if session.source.evaluates:
+            return session.source.evaluate(session.model)
+        stop = session.recipe.eval.stop
+        return measure(session, self._progress, by_row=stop is not None and stop.gain is not None)
 
     def before_training(self) -> None:
         """Asks the base model now if training will overwrite it (method: full)."""
