@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import auditing, evaluating, exporting, planning, run_script, serving, starting
+from pronghorn.cli import auditing, evaluating, exporting, planning, run_script, serving, starting, sweeping
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -162,6 +162,8 @@ def build_parser() -> argparse.ArgumentParser:
     evaluating.own_metric(one)
     starting.own_rewards(one)
 
+    sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
+
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
         one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
@@ -285,6 +287,16 @@ def train(arguments: argparse.Namespace) -> None:
             )
     if not arguments.json and rank == 0:
         _show_summary(result.folder, answers=recipe.objective.kind.answers)
+
+
+def sweep(arguments: argparse.Namespace) -> None:
+    given = argparse.Namespace(**vars(arguments))
+
+    def load(words: Sequence[str]) -> Recipe:
+        given.overrides = list(words)
+        return _recipe(given)
+
+    sweeping.sweep(arguments, load)
 
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:

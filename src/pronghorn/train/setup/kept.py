@@ -85,9 +85,7 @@ class KeptSession:
         restore_rng(self._rng)
         cursor = found[1].values["cursor"] if found else None
         step = kept.take_step
-        kept.source.start(
-            cursor, objective=kept.objective, world=kept.world, device=kept.device, autocast=step.autocast
-        )
+        kept.source.start(cursor, objective=kept.objective, world=kept.world, device=kept.device, autocast=step.autocast)
         session = replace(
             kept, recipe=recipe, step=0, cursor=cursor, seen_tokens=0, resumed_from=None,
             progress=Progress(recipe.eval.best), spikes=Spikes(recipe.health.spike),
