@@ -56,7 +56,8 @@ def test_a_run_of_another_shape_is_set_up_anew(recipe_for: RecipeFor, tmp_path: 
     run(small, kept)
     before = kept.session
     run(large, kept)
-    assert before is not None and kept.session is not None
+    assert before is not None
+    assert kept.session is not None
     assert before.model is not kept.session.model
 
 
