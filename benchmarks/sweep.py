@@ -4,8 +4,11 @@
 
 First the sweep; then every trial that it ended goes on to its end, which gives the grid: a trial's steps are the same ones, in
 the same session. Each rung is also judged without its decay, to see what the decay is good for: how many pairs of trials stand
-in the order that they have at the end. The grid's seconds are those of whole runs at the median step, with one evaluation each
-and nothing else; the sweep's are all of its trials' steps (capture included), decays and evaluations. Loading is beside both.
+in the order that they have at the end.
+
+Three shares, each the sweep's seconds by the grid's: of training (steps at each trial's median, decays, evaluations); of
+wall-clock with loading and capture, where the grid has one set-up for each shape of adapter in one process; and the same where
+each of the grid's runs is set up by itself, as runs of `pronghorn train` are, which also import Python's libraries each time.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SIZE = {"steps": 90, "batch_tokens": 8192, "capacity": 8192, "max_length": 512, "held_out": 256}
+SIZE = {"steps": 180, "batch_tokens": 4096, "capacity": 4096, "max_length": 512, "held_out": 256}
 GRID = ["train.lr=1e-4,3e-4,1e-3,3e-3", "lora.r=16,64"]
 
 
@@ -35,13 +38,12 @@ class Silent:
 def recipe_of(model: str, folder: Path, seed: int, size: dict[str, int]) -> dict[str, Any]:
     return {
         "model": model,
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "held_out.jsonl"), "max_length": size["max_length"]},
-        "train": {
-            "steps": size["steps"],
-            "batch_tokens": size["batch_tokens"],
-            "capacity": size["capacity"],
-            "seed": seed,
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "eval": str(folder / "held_out.jsonl"),
+            "max_length": size["max_length"],
         },
+        "train": {"steps": size["steps"], "batch_tokens": size["batch_tokens"], "capacity": size["capacity"], "seed": seed},
         "eval": {"every": size["steps"], "generations": 0},
         "checkpoint": {"every": size["steps"], "keep": 9},
         "output": str(folder / f"run-{seed}"),
@@ -52,6 +54,12 @@ def step_seconds(folder: Path) -> list[float]:
     from pronghorn.report.run_log import read_log
 
     return [float(event["seconds"]) for event in read_log(folder) if event["event"] == "step"]
+
+
+def overhead(folder: Path) -> float:
+    """Seconds of capture and compilation, which are in the first steps of a session."""
+    seconds = step_seconds(folder)
+    return sum(seconds) - median(seconds) * len(seconds)
 
 
 def compared(model: str, folder: Path, seed: int, size: dict[str, int], keys: Sequence[str]) -> dict[str, Any]:
@@ -66,18 +74,30 @@ def compared(model: str, folder: Path, seed: int, size: dict[str, int], keys: Se
     from pronghorn.train.setup.kept import KeptSession
 
     text = json.dumps(recipe_of(model, folder, seed, size))
+
+    class Counted(KeptSession):
+        set_ups = 0
+
+        def drop(self) -> None:
+            self.set_ups += self.session is not None
+            super().drop()
+
     place, trials = trials_of(keys, lambda words: parse_recipe(text, words), None)
     began = time.perf_counter()
-    table = Sweep(place, trials, display=Silent(), stages=Stages()).run()
+    sweep = Sweep(place, trials, display=Silent(), stages=Stages())
+    sweep.kept = swept = Counted()
+    table = sweep.run()
     wall = time.perf_counter() - began
-    kept, stages = KeptSession(), Stages()
-    rows, grid_seconds = [], 0.0
+    trained = sum(row["seconds"] - overhead(Path(row["folder"])) for row in table["trials"])
+    set_up = (wall - trained) / swept.set_ups
+    kept, stages = Counted(), Stages()
+    rows, grid = [], 0.0
     for trial in sorted(trials, key=lambda one: (one.recipe.lora.r, one.number)):  # one set-up for each shape
         train(trial.recipe, display=Silent(), stages=stages, kept=kept)
         session = kept.session
         assert session is not None
         final = judged(session, 0, decays=False, stages=stages, progress=Silent().progress)
-        grid_seconds += median(step_seconds(trial.folder)) * size["steps"] + final.seconds
+        grid += median(step_seconds(trial.folder)) * size["steps"] + final.seconds
         row = next(one for one in table["trials"] if one["trial"] == trial.name)
         rungs = [one for one in row["rungs"] if one["step"] < size["steps"]]
         for one in rungs:
@@ -88,12 +108,14 @@ def compared(model: str, folder: Path, seed: int, size: dict[str, int], keys: Se
     kept.drop()
     best = min(rows, key=lambda one: one["loss"])
     won = next(one for one in rows if one["trial"] == table["winner"])
-    sweep_seconds = sum(row["seconds"] for row in table["trials"])
     return {
         "seed": seed, **size, "grid": list(keys), "winner": won["keys"], "grid_winner": best["keys"],
-        "same": won is best, "above_grid": won["loss"] / best["loss"] - 1, "within_1_percent": won["loss"] <= 1.01 * best["loss"],
-        "sweep_seconds": sweep_seconds, "grid_seconds": grid_seconds, "share": sweep_seconds / grid_seconds,
-        "sweep_wall_seconds": wall, "planned_runs": table["told"], "order": order_of(rows), "trials": rows,
+        "same": won is best, "above_grid": won["loss"] / best["loss"] - 1,
+        "within_1_percent": won["loss"] <= 1.01 * best["loss"],
+        "sweep_seconds": trained, "grid_seconds": grid, "sweep_wall_seconds": wall, "set_up_seconds": set_up,
+        "set_ups": swept.set_ups, "share": trained / grid, "share_one_process": wall / (grid + kept.set_ups * set_up),
+        "share_separate_runs": wall / (grid + len(trials) * set_up), "told": table["told"], "order": order_of(rows),
+        "trials": rows,
     }  # fmt: skip
 
 

@@ -20,15 +20,13 @@ from pronghorn.sweep import halving, judging, run
 from pronghorn.sweep.grid import trials_of
 
 OUTPUT, WORD, WHAT, COUNT = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-left = COUNT
+done: list[str] = []
 
 
 def now(what: str) -> None:
-    global left
-    if what == WHAT:
-        left -= 1
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
+    done.append(what)
+    if what == WHAT and done.count(what) == COUNT:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def around(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:

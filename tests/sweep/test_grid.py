@@ -22,10 +22,7 @@ def load(words: Sequence[str]) -> Recipe:
 def test_every_combination_is_a_recipe_with_a_folder_of_its_own() -> None:
     folder, trials = trials_of(["train.lr=1e-4,1e-3", "lora.r=4, 8", "train.warmup=5"], load, None)
     assert folder == Path("runs/a-sweep")
-    assert [trial.told for trial in trials][:2] == [
-        "trial-01 (train.lr=1e-4 lora.r=4)",
-        "trial-02 (train.lr=1e-4 lora.r=8)",
-    ]
+    assert [trial.told for trial in trials][:2] == ["trial-01 (train.lr=1e-4 lora.r=4)", "trial-02 (train.lr=1e-4 lora.r=8)"]
     assert [(trial.recipe.train.lr, trial.recipe.lora.r) for trial in trials] == [(1e-4, 4), (1e-4, 8), (1e-3, 4), (1e-3, 8)]
     assert {trial.recipe.train.warmup for trial in trials} == {5}
     assert trials[3].folder == Path("runs/a-sweep/trial-04")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from watching import RecipeFor, Silent, events_of, losses_of, same, weights
 
 from pronghorn.errors import CheckpointError
 from pronghorn.recipe import Recipe
@@ -12,7 +13,6 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
 from pronghorn.train.run.steps import Pause
 from pronghorn.train.setup.kept import KeptSession
-from watching import RecipeFor, Silent, events_of, losses_of, same, weights
 
 KINDS = {"adamw": {}, "adamw_8bit": {"optimizer": "adamw_8bit"}, "wsd": {"schedule": "wsd", "decay": 4}}
 

@@ -33,11 +33,11 @@ def render_sweep(facts: Mapping[str, Any]) -> str:
         f'<header><div class="brand">Pronghorn</div><div class="title"><h1>{escape(title)}</h1></div>'
         f'<p class="sub">{escape(facts["told"])}</p></header>'
     )
-    cells = "".join(
-        f"<tr>{''.join(f'<td{_class(name)}>{escape(cell)}</td>' for name, cell in zip(COLUMNS, _cells(row), strict=True))}</tr>"
-        for row in rows
-    )
     heads = "".join(f"<th{_class(name)}>{name}</th>" for name in COLUMNS)
+    lines = (
+        [f"<td{_class(name)}>{escape(cell)}</td>" for name, cell in zip(COLUMNS, _cells(row), strict=True)] for row in rows
+    )
+    cells = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
     table = f'<h2>Trials</h2><div class="card wide"><table><tr>{heads}</tr>{cells}</table></div>'
     note = (
         '<p class="note">Losses are those of the held-out rows after a short decay, which is thrown away; in the end, after all '

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 from pronghorn.errors import CommandError, RecipeError
@@ -51,14 +51,14 @@ def trials_of(words: Sequence[str], load: Callable[[Sequence[str]], Recipe], fol
         _require_comparable(key, base)
     _require_judged(base)
     folder = folder or Path(f"{base.output}-sweep")
-    trials, width = [], len(str(len(list(product(*swept.values())))))
-    for number, values in enumerate(product(*swept.values()), start=1):
+    combined, trials = list(product(*swept.values())), []
+    for number, values in enumerate(combined, start=1):
         keys = dict(zip(swept, values, strict=True))
-        output = folder / f"trial-{number:0{max(2, width)}}"
+        output = folder / f"trial-{number:0{max(2, len(str(len(combined))))}}"
         recipe = load([*fixed, *(f"{key}={value}" for key, value in keys.items())])
         trials.append(Trial(number, keys, recipe.model_copy(update={"output": str(output)})))
-    for one, other in ((one, other) for one in trials for other in trials[: one.number - 1]):
-        if not one.recipe.differences(other.recipe):
+    for other, one in combinations(trials, 2):
+        if not other.recipe.differences(one.recipe):
             raise CommandError(what=f"two trials are the same: {other.told} and {one.told}", fix="remove one of the two values")
     return folder, trials
 

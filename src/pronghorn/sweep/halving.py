@@ -20,7 +20,7 @@ from pronghorn.train.run.paired import Counts, Floats, Seen, difference
 
 ETA = 3
 DECAY = 0.1  # of a rung's steps
-FEWEST_STEPS = 4  # of the first rung
+FEWEST_STEPS = 10  # of the first rung: in fewer, whichever rate moves the weights most is best (docs/log/2026-11-19-sweeps.md)
 FEWEST_WARM_UPS = 2  # that the first rung is long: rates in their warm-up compare nothing
 TINY = 1e-9
 SPARE = 0.5  # runs for trials that tie, where no budget is given
@@ -67,7 +67,7 @@ def most_cuts(trials: int, steps: float, warmup: int) -> int:
 
 
 def chosen(trials: int, cuts: int, look: float, runs: float | None) -> Rungs | None:
-    """The longest first rung that fits into so many runs; without a budget, as many cuts as there may be. None: nothing fits."""
+    """The longest first rung that fits into so many runs; without such a limit, `cuts` of them. None: nothing fits."""
     plans = [Rungs.planned(trials, count, look) for count in range(cuts + 1)]
     if runs is None:
         return plans[-1]

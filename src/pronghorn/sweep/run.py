@@ -211,7 +211,7 @@ class Sweep:
         }
         file = self.folder / STATE
         if not file.exists():
-            fresh = {"rungs": None, "decided": 0, "ended": {}, "winner": None, "seconds": 0.0}
+            fresh: dict[str, Any] = {"rungs": None, "decided": 0, "ended": {}, "winner": None, "seconds": 0.0}
             return {"recipe": self.name, "command": command, **fresh}
         state = _read_json(file)
         if changed := [key for key in command if command[key] != state["command"].get(key)]:

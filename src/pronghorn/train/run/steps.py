@@ -159,10 +159,15 @@ class Run:
             if signal_number and not last:
                 self._leave_for(signal_number)
         self._finish_all()
+        return self._ended(verdict)
+
+    def _ended(self, verdict: str) -> tuple[str, str]:
+        """(reason, why)"""
+        session, progress = self.session, self.session.progress
         if session.step < session.total and not verdict:
             return "paused", self._pause_at.why
-        if session.total < source.total:
-            verdict = f"{session.progress.why}; decayed from step {session.progress.decay_from} on"
+        if session.total < session.source.total:
+            verdict = f"{progress.why}; decayed from step {progress.decay_from} on"
         return ("early stop", verdict) if verdict else ("done", "")
 
     def _verdict(self) -> str:

@@ -181,9 +181,9 @@ def set_up(
     world: World | None = None,
     **files: Path | None,
 ) -> Session:
-    """`run`: its checkpoints are looked for there; None: there are none. `allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
-    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank. `files`: code of the user's,
-    which runs."""
+    """`run`: where checkpoints are looked for; None: nowhere. `allow`: keys that may differ from those of the checkpoint
+    (--allow-change). `before_loading`: refuses, perhaps, what facts and tokenizer tell; on the rank that writes. `world`:
+    without one, of one rank. `files`: code of the user's, which runs."""
     said: list[str] = []
     world = world or World()
     require_allowable(allow, recipe)
