@@ -34,18 +34,14 @@ def render_sweep(facts: Mapping[str, Any]) -> str:
         f'<p class="sub">{escape(facts["told"])}</p></header>'
     )
     heads = "".join(f"<th{_class(name)}>{name}</th>" for name in COLUMNS)
-    lines = (
-        [f"<td{_class(name)}>{escape(cell)}</td>" for name, cell in zip(COLUMNS, _cells(row), strict=True)] for row in rows
-    )
-    cells = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
-    table = f'<h2>Trials</h2><div class="card wide"><table><tr>{heads}</tr>{cells}</table></div>'
+    lines = "".join(f"<tr>{_line(row)}</tr>" for row in rows)
+    shown = f'<h2>Trials</h2><div class="card wide"><table><tr>{heads}</tr>{lines}</table></div>'
     note = (
-        '<p class="note">Losses are those of the held-out rows after a short decay, which is thrown away; in the end, after all '
-        "steps. Trials of one rung have seen the same rows. Standard errors are over rows.</p>"
+        '<p class="note">Held-out losses after a short decay, which is thrown away; of the last rung, after all steps. Trials '
+        "of one rung have seen the same rows. Standard errors are over rows.</p>"
     )
-    return page_of(
-        title, [head, _tiles(facts, rows), draw(_plot(facts, rows)), table, note], "Made by Pronghorn from sweep.json."
-    )
+    body = [head, _tiles(facts, rows), draw(_plot(facts, rows)), shown, note]
+    return page_of(title, body, "Made by Pronghorn from sweep.json.")
 
 
 def _plot(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Plot:
@@ -85,6 +81,10 @@ def _best_first(facts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     loss = "–" if row["loss"] is None else f"{number_format.figure(row['loss'])} ± {number_format.figure(row['error'])}"
     return row["trial"], _keys(row), f"{row['tokens']:,}", loss, number_format.duration(row["seconds"]), row["ended"]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return "".join(f"<td{_class(name)}>{escape(cell)}</td>" for name, cell in zip(COLUMNS, _cells(row), strict=True))
 
 
 def _keys(row: Mapping[str, Any]) -> str:
