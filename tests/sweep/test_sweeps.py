@@ -58,7 +58,7 @@ def lively(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_text(model: Path, folder: Path, steps: int = 12, **train: Any) -> str:
+def recipe_text(model: Path, folder: Path, steps: int = 12, every: int = 30, **train: Any) -> str:
     """JSON, which is YAML."""
     rows = write_rows(folder / "train.jsonl", chat_rows(400))
     held_out = write_rows(folder / "eval.jsonl", chat_rows(60, seed=1))
@@ -66,7 +66,7 @@ def recipe_text(model: Path, folder: Path, steps: int = 12, **train: Any) -> str
         "model": str(model), "precision": "fp32", "lora": {"r": 4},
         "data": {"train": str(rows), "eval": str(held_out), "max_length": 128, "workers": 0},
         "train": {"steps": steps, "batch_tokens": 128, "capacity": 128, "lr": 1e-2, **train},
-        "eval": {"every": steps, "generations": 0}, "checkpoint": {"every": 30, "keep": 2}, "output": str(folder / "run"),
+        "eval": {"every": steps, "generations": 0}, "checkpoint": {"every": every, "keep": 2}, "output": str(folder / "run"),
     }  # fmt: skip
     return json.dumps(values)
 
@@ -167,7 +167,7 @@ def test_kill_9_at_ten_instants_gives_the_same_table(lively: Path, tmp_path: Pat
     killed, alone = tmp_path / "killed", tmp_path / "alone"
     for folder in (killed, alone):
         folder.mkdir()
-    text = recipe_text(lively, tmp_path)
+    text = recipe_text(lively, tmp_path, every=1)
     script = Path(__file__).parent / "killed_sweep.py"
     for what, count in [*INSTANTS, ("", 0)]:
         words = [str(script), str(killed / "run"), RATES, what, str(count)]

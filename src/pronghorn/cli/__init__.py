@@ -290,13 +290,8 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    given = argparse.Namespace(**vars(arguments))
-
-    def load(words: Sequence[str]) -> Recipe:
-        given.overrides = list(words)
-        return _recipe(given)
-
-    sweeping.sweep(arguments, load)
+    require_recipe(arguments.recipe, arguments.parser)
+    sweeping.sweep(arguments, _look_for_hub)
 
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pronghorn.cli.output import STARTING, displaying, say, show
 from pronghorn.errors import CommandError
 from pronghorn.process import importing, started_as
 from pronghorn.program import command
 from pronghorn.report.stages import Stages
-
-if TYPE_CHECKING:
-    from pronghorn.recipe import Recipe
 
 TEXT = "try several values of keys by successive halving, and train the best to its end; the same command resumes"
 
@@ -29,8 +25,7 @@ def options(one: argparse.ArgumentParser) -> None:
     )
 
 
-def sweep(arguments: argparse.Namespace, load: Callable[[Sequence[str]], Recipe]) -> None:
-    """`load`: the recipe with such key=value words."""
+def sweep(arguments: argparse.Namespace, look_for_hub: Callable[[str], None]) -> None:
     if started_as()[1] > 1:
         raise CommandError(what="a sweep runs in one process", fix="start it without torchrun; it uses one GPU")
     stages = Stages()
@@ -38,12 +33,14 @@ def sweep(arguments: argparse.Namespace, load: Callable[[Sequence[str]], Recipe]
         with stages("imports"), importing():
             from pronghorn.memory.gpus import local_gpu
             from pronghorn.model.load import pick_device
+            from pronghorn.recipe_file import load_recipe
             from pronghorn.report.sweep_page import sweep_table
             from pronghorn.sweep.grid import trials_of
             from pronghorn.sweep.plan import Budget
             from pronghorn.sweep.run import Sweep
         display.progress(STARTING, 1, 1)
-        folder, trials = trials_of(arguments.overrides, load, arguments.output)
+        folder, trials = trials_of(arguments.overrides, lambda words: load_recipe(arguments.recipe, words), arguments.output)
+        look_for_hub(trials[0].recipe.model)
         gpu = local_gpu(pick_device())
         price = arguments.price if arguments.price is not None else gpu.price if gpu else None
         budget = Budget.of(arguments.budget, price) if arguments.budget else None

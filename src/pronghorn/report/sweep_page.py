@@ -33,14 +33,14 @@ def render_sweep(facts: Mapping[str, Any]) -> str:
         f'<header><div class="brand">Pronghorn</div><div class="title"><h1>{escape(title)}</h1></div>'
         f'<p class="sub">{escape(facts["told"])}</p></header>'
     )
-    heads = "".join(f"<th{_class(name)}>{name}</th>" for name in COLUMNS)
+    heads = "".join(f'<th class="{_class(name)}">{name}</th>' for name in COLUMNS)
     lines = "".join(f"<tr>{_line(row)}</tr>" for row in rows)
-    shown = f'<h2>Trials</h2><div class="card wide"><table><tr>{heads}</tr>{lines}</table></div>'
+    shown = f'<h2>Trials</h2><div class="card wide"><table class="stages"><tr>{heads}</tr>{lines}</table></div>'
     note = (
         '<p class="note">Held-out losses after a short decay, which is thrown away; of the last rung, after all steps. Trials '
         "of one rung have seen the same rows. Standard errors are over rows.</p>"
     )
-    body = [head, _tiles(facts, rows), draw(_plot(facts, rows)), shown, note]
+    body = [head, _tiles(facts, rows), "<h2>Losses</h2>", draw(_plot(facts, rows)), shown, note]
     return page_of(title, body, "Made by Pronghorn from sweep.json.")
 
 
@@ -52,7 +52,7 @@ def _plot(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Plot:
         points = [(float(one["step"]), float(one["loss"])) for one in row["rungs"] if one["loss"] is not None]
         series.append(Series(row["trial"], "eval" if won else "train", points, "line" if won else "faint", won))
         series.append(Series(row["trial"], "eval" if won else "train", points, "dots", False))
-    return Plot("Held-out loss at each rung", series, tall=True, unit="loss", log=True)
+    return Plot("at each rung", series, tall=True, unit="loss", log=True)
 
 
 def _tiles(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -84,7 +84,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return "".join(f"<td{_class(name)}>{escape(cell)}</td>" for name, cell in zip(COLUMNS, _cells(row), strict=True))
+    return "".join(f'<td class="{_class(name)}">{escape(cell)}</td>' for name, cell in zip(COLUMNS, _cells(row), strict=True))
 
 
 def _keys(row: Mapping[str, Any]) -> str:
@@ -92,4 +92,4 @@ def _keys(row: Mapping[str, Any]) -> str:
 
 
 def _class(name: str) -> str:
-    return ' class="n"' if name in COLUMNS[2:5] else ""
+    return "n" if name in COLUMNS[2:5] else "key" if name == COLUMNS[0] else ""
