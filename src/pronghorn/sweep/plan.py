@@ -11,6 +11,7 @@ from pronghorn.sweep.halving import Rungs, chosen, most_cuts
 from pronghorn.train.setup.setup import Session
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+LOADING = 0.1  # of a budget that is named as enough: the next start may load longer
 # Of a training step: what evaluating as many tokens takes. A LoRA step has two products where this has one.
 FORWARD = 0.5
 
@@ -51,6 +52,7 @@ class Budget:
         """A budget of this kind for so much, in words."""
         if self.unit == "runs":
             return f"{math.ceil(runs * 100) / 100:g}runs"
+        seconds *= 1 + LOADING
         amount = seconds / 60 if self.unit == "s" else seconds / 3600 * (self.price or 0.0)
         return f"{math.ceil(amount * 100) / 100:g}{'min' if self.unit == 's' else 'USD'}"
 
