@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pronghorn.errors import CommandError
-from pronghorn.sweep.halving import Judgement, Rungs, chosen, ends, most_cuts
+from pronghorn.sweep.halving import Judgement, Rungs, allowed, chosen, ends, most_cuts
 from pronghorn.sweep.plan import Budget, Work, planned, require_possible, told
 
 COUNTS = np.array([10, 20, 30, 40])
@@ -32,12 +32,18 @@ def test_nine_trials_take_three_runs_instead_of_nine() -> None:
     assert most_cuts(9, 900, 60) == 1, "a rung of 100 steps, most of them warm-up, compares nothing"
 
 
-def test_a_budget_is_spent_on_a_longer_first_rung() -> None:
-    assert chosen(9, 2, 0.0, None) == Rungs.planned(9, 2, 0.0)
-    assert chosen(9, 2, 0.0, 3.0) == Rungs.planned(9, 2, 0.0)
-    assert chosen(9, 2, 0.0, 5.5) == Rungs.planned(9, 1, 0.0)
-    assert chosen(9, 2, 0.0, 9.0) == Rungs.planned(9, 0, 0.0)
-    assert chosen(9, 2, 0.0, 2.0) is None
+def test_a_budget_is_spent_on_longer_rungs() -> None:
+    """All but half a run, which is for ties."""
+    assert chosen(9, range(3), 0.0, 2.6) == chosen(9, range(3), 0.0, 3.0) == Rungs.planned(9, 2, 0.0)
+    longer = chosen(9, range(3), 0.0, 4.0)
+    assert longer is not None
+    assert longer.cost(9) == pytest.approx(3.5)
+    assert longer.shares[0] == pytest.approx(longer.shares[1] / 3) == pytest.approx(1.63 / 9, rel=0.01)
+    assert chosen(9, range(3), 0.0, 5.4) == Rungs.planned(9, 1, 0.0)
+    assert chosen(9, range(3), 0.0, 9.0) == Rungs.planned(9, 0, 0.0)
+    assert chosen(9, range(3), 0.0, 2.0) is None
+    assert allowed(9, 2, 0.0) == pytest.approx(3.6), "0.4 of the grid"
+    assert allowed(3, 1, 0.0) == pytest.approx(1.1 + 2 / 3 + 0.5)
 
 
 def test_budgets_in_time_money_and_runs() -> None:
@@ -62,7 +68,7 @@ def test_a_budget_that_is_too_little_is_refused_with_one_that_is_enough() -> Non
             planned(9, WORK, Budget.of(text, price), spent=30.0)
         assert "100 of 900 steps" in refused.value.why
         enough = Budget.of(refused.value.fix.split()[2], price)
-        plan = planned(9, WORK, enough, spent=30.0)
+        plan, _ = planned(9, WORK, enough, spent=30.0)
         assert plan.cost(9) * 600 + 30 == pytest.approx(enough.seconds / 1.1, rel=0.01)
     assert "2.66 runs, and all to the end would be 9: about 26.6 min, 1.33 USD" in told(9, plan, WORK, enough, 3.0)
 

@@ -23,7 +23,9 @@ DECAY = 0.1  # of a rung's steps
 FEWEST_STEPS = 10  # of the first rung: in fewer, whichever rate moves the weights most is best (docs/log/2026-11-19-sweeps.md)
 FEWEST_WARM_UPS = 2  # that the first rung is long: rates in their warm-up compare nothing
 TINY = 1e-9
-SPARE = 0.5  # runs for trials that tie, where no budget is given
+SPARE = 0.5  # runs that are left for trials that tie
+OF_GRID = 0.4  # that a sweep may cost, where no budget is given
+MOST_LONGER = 0.9 * ETA  # the second last rung ends before the last
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Rungs:
     look: float  # what an evaluation costs
 
     @classmethod
-    def planned(cls, trials: int, cuts: int, look: float) -> Rungs:
-        shares = tuple(ETA ** -float(cuts - rung) for rung in range(cuts + 1))
+    def planned(cls, trials: int, cuts: int, look: float, longer: float = 1.0) -> Rungs:
+        """`longer`: by how much all rungs but the last."""
+        shares = (*(longer * ETA ** -float(cuts - rung) for rung in range(cuts)), 1.0)
         return cls(shares, tuple(math.ceil(trials / ETA**rung) for rung in range(cuts + 1)), look)
 
     def step(self, rung: int, steps: int) -> int:
@@ -66,12 +69,21 @@ def most_cuts(trials: int, steps: float, warmup: int) -> int:
     return cuts
 
 
-def chosen(trials: int, cuts: int, look: float, runs: float | None) -> Rungs | None:
-    """The longest first rung that fits into so many runs; without such a limit, `cuts` of them. None: nothing fits."""
-    plans = [Rungs.planned(trials, count, look) for count in range(cuts + 1)]
-    if runs is None:
-        return plans[-1]
-    return next((plan for plan in plans if plan.cost(trials) <= runs + TINY), None)
+def allowed(trials: int, cuts: int, look: float) -> float:
+    """Runs, where no budget is given."""
+    return max(OF_GRID * trials, Rungs.planned(trials, cuts, look).cost(trials) + SPARE)
+
+
+def chosen(trials: int, cuts: range, look: float, runs: float) -> Rungs | None:
+    """With the fewest of `cuts` that so many runs allow, and then the longest rungs, which compare best. None: even the
+    shortest do not fit."""
+    for count in cuts:
+        plan, double = (Rungs.planned(trials, count, look, longer) for longer in (1.0, 2.0))
+        if (cost := plan.cost(trials)) <= runs + TINY:
+            slope = double.cost(trials) - cost
+            longer = 1.0 + max(0.0, runs - SPARE - cost) / slope if slope > 0 else 1.0
+            return Rungs.planned(trials, count, look, min(longer, MOST_LONGER))
+    return None
 
 
 @dataclass(frozen=True)

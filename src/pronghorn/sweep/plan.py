@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from pronghorn.errors import CommandError, counted
-from pronghorn.sweep.halving import Rungs, chosen, most_cuts
+from pronghorn.sweep.halving import Rungs, allowed, chosen, most_cuts
 from pronghorn.train.setup.setup import Session
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -31,7 +31,7 @@ class Budget:
         if not found or not float(found[1]):
             raise CommandError(what=f"--budget {text} is no budget", fix="write for example --budget 20min, 3USD or 3runs")
         amount, unit = float(found[1]), found[2]
-        if unit == "usd" and not price:
+        if unit == "usd" and not (price and price > 0):
             raise CommandError(
                 what=f"--budget {text}: no price is known for this machine",
                 fix="add --price with what an hour costs in USD, or give a budget such as 20min or 3runs",
@@ -84,19 +84,20 @@ def require_possible(trials: int, budget: Budget | None) -> None:
         raise _too_little(trials, budget, least, 0.0)
 
 
-def planned(trials: int, work: Work, budget: Budget | None, spent: float) -> Rungs:
-    """`spent`: seconds, by now."""
-    runs = None
-    if budget:
-        runs = budget.amount if budget.unit == "runs" else (budget.seconds - spent) / work.seconds
+def planned(trials: int, work: Work, budget: Budget | None, spent: float) -> tuple[Rungs, float]:
+    """And the runs that they may cost. `spent`: seconds, by now."""
     cuts = most_cuts(trials, work.steps, work.warmup)
-    plan = chosen(trials, cuts, work.look, runs)
+    if budget is None:
+        runs = allowed(trials, cuts, work.look)
+    else:
+        runs = budget.amount if budget.unit == "runs" else (budget.seconds - spent) / work.seconds
+    plan = chosen(trials, range(0 if budget else cuts, cuts + 1), work.look, runs)
     if plan is None:
         assert budget
         least = Rungs.planned(trials, cuts, work.look)
         why = f"the first rung has {math.ceil(least.shares[0] * work.steps):,} of {counted(work.steps, 'step')}, and "
         raise _too_little(trials, budget, least, least.cost(trials) * work.seconds + spent, why)
-    return plan
+    return plan, runs
 
 
 def _too_little(trials: int, budget: Budget, least: Rungs, seconds: float, why: str = "") -> CommandError:

@@ -29,7 +29,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.report.sweep_page import render_sweep
 from pronghorn.small_files import read_small
 from pronghorn.sweep.grid import Trial
-from pronghorn.sweep.halving import SPARE, TINY, Judgement, Rungs, ends
+from pronghorn.sweep.halving import TINY, Judgement, Rungs, ends
 from pronghorn.sweep.judging import Watch, judged, seconds_of_a_step
 from pronghorn.sweep.plan import Budget, Work, planned, require_possible, told
 from pronghorn.train.dist.world import World
@@ -82,11 +82,7 @@ class Sweep:
     def _plan(self) -> None:
         session = self._session(self.trials[0])
         work = Work.of(session, seconds_of_a_step(session, self.stages))
-        plan = planned(len(self.trials), work, self.budget, self._spent())
-        runs = plan.cost(len(self.trials)) + SPARE
-        if self.budget:
-            in_time = (self.budget.seconds - self._spent()) / work.seconds
-            runs = self.budget.amount if self.budget.unit == "runs" else in_time
+        plan, runs = planned(len(self.trials), work, self.budget, self._spent())
         told_first = told(len(self.trials), plan, work, self.budget, self.price)
         self.state |= {"rungs": asdict(plan), "runs": runs, "run": asdict(work), "told": told_first}
         self.rungs = plan
