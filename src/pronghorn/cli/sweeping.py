@@ -17,7 +17,7 @@ TEXT = "try several values of keys by successive halving, and train the best to 
 
 def options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
-        "--budget", metavar="AMOUNT", help="20min, 3USD or 3runs (tokens of so many whole runs); default: what halving takes"
+        "--budget", metavar="AMOUNT", help="20min, 3USD or 3runs (tokens of so many whole runs); default: 0.4 of the grid"
     )
     one.add_argument("--price", type=float, metavar="USD", help="price per GPU hour in USD (default: a list price)")
     one.add_argument(
