@@ -33,17 +33,17 @@ def test_nine_trials_take_three_runs_instead_of_nine() -> None:
 
 
 def test_a_budget_is_spent_on_longer_rungs() -> None:
-    """All but half a run, which is for ties."""
-    assert chosen(9, range(3), 0.0, 2.6) == chosen(9, range(3), 0.0, 3.0) == Rungs.planned(9, 2, 0.0)
+    """All but a part of a run, which is for ties."""
+    assert chosen(9, range(3), 0.0, 2.6) == chosen(9, range(3), 0.0, 2.8) == Rungs.planned(9, 2, 0.0)
     longer = chosen(9, range(3), 0.0, 4.0)
     assert longer is not None
-    assert longer.cost(9) == pytest.approx(3.5)
-    assert longer.shares[0] == pytest.approx(longer.shares[1] / 3) == pytest.approx(1.63 / 9, rel=0.01)
+    assert longer.cost(9) == pytest.approx(3.7)
+    assert longer.shares[0] == pytest.approx(longer.shares[1] / 3) == pytest.approx(1.76 / 9, rel=0.01)
     assert chosen(9, range(3), 0.0, 5.4) == Rungs.planned(9, 1, 0.0)
     assert chosen(9, range(3), 0.0, 9.0) == Rungs.planned(9, 0, 0.0)
     assert chosen(9, range(3), 0.0, 2.0) is None
     assert allowed(9, 2, 0.0) == pytest.approx(3.6), "0.4 of the grid"
-    assert allowed(3, 1, 0.0) == pytest.approx(1.1 + 2 / 3 + 0.5)
+    assert allowed(3, 1, 0.0) == pytest.approx(1.1 + 2 / 3 + 0.3)
 
 
 def test_budgets_in_time_money_and_runs() -> None:

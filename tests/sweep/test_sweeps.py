@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pronghorn.cli import main
-from pronghorn.errors import CommandError, HealthStop, Interrupted
+from pronghorn.errors import CommandError, HealthStop, Interrupted, PronghornError
 from pronghorn.model.lora import restore_adapter
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.report.run_log import history, read_log
@@ -226,3 +226,10 @@ def test_the_same_tokens_and_rows_for_trials_of_other_shapes(lively: Path, tmp_p
     table = sweep_of(recipe_text(lively, tmp_path), "lora.r=2,4", "train.lr=3e-3,1e-2").run()
     assert {row["rungs"][0]["tokens"] for row in table["trials"]} == {table["trials"][0]["rungs"][0]["tokens"]}
     assert table["rungs"]["trials"] == [4, 2]
+
+
+def test_a_trial_that_cannot_run_is_refused_before_others_do(lively: Path, tmp_path: Path) -> None:
+    text = recipe_text(lively, tmp_path)
+    with pytest.raises(PronghornError, match="lm_head"):
+        sweep_of(text, "lora.targets=all-linear,[q_proj,lm_head]").run()
+    assert not (tmp_path / "run-sweep").exists()

@@ -23,7 +23,7 @@ DECAY = 0.1  # of a rung's steps
 FEWEST_STEPS = 10  # of the first rung: in fewer, whichever rate moves the weights most is best (docs/log/2026-11-19-sweeps.md)
 FEWEST_WARM_UPS = 2  # that the first rung is long: rates in their warm-up compare nothing
 TINY = 1e-9
-SPARE = 0.5  # runs that are left for trials that tie
+SPARE = 0.3  # runs that are left for trials that tie: one more through the second rung
 OF_GRID = 0.4  # that a sweep may cost, where no budget is given
 MOST_LONGER = 0.9 * ETA  # the second last rung ends before the last
 

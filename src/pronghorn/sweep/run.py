@@ -38,7 +38,7 @@ from pronghorn.train.run.paired import Counts
 from pronghorn.train.run.run_folder import RunFolder
 from pronghorn.train.run.steps import Display, Pause
 from pronghorn.train.setup.kept import KeptSession, shared
-from pronghorn.train.setup.setup import Session
+from pronghorn.train.setup.setup import Session, look_ahead
 
 STATE, PAGE = "sweep.json", "sweep.html"
 LABEL = "sweep"
@@ -80,6 +80,8 @@ class Sweep:
             return self._finished()
 
     def _plan(self) -> None:
+        for group in _sharing(self.trials)[1:]:
+            look_ahead(group[0].recipe)  # what this machine or model cannot do is refused now, and not after other trials
         session = self._session(self.trials[0])
         work = Work.of(session, seconds_of_a_step(session, self.stages))
         plan, runs = planned(len(self.trials), work, self.budget, self._spent())
@@ -138,12 +140,7 @@ class Sweep:
 
     def _in_order(self, alive: Sequence[Trial], rung: int) -> list[Trial]:
         """Trials that share a session follow each other; every second rung begins where the one before ended."""
-        groups: list[list[Trial]] = []
-        for trial in alive:
-            group = next((one for one in groups if shared(one[0].recipe, trial.recipe)), None)
-            if group is None:
-                groups.append(group := [])
-            group.append(trial)
+        groups = _sharing(alive)
         return [trial for group in (groups[::-1] if rung % 2 else groups) for trial in group]
 
     def _session(self, trial: Trial) -> Session:
@@ -261,6 +258,16 @@ class Sweep:
         write_text(self.folder / PAGE, render_sweep(found))
         self.kept.drop()
         return found
+
+
+def _sharing(trials: Sequence[Trial]) -> list[list[Trial]]:
+    groups: list[list[Trial]] = []
+    for trial in trials:
+        group = next((one for one in groups if shared(one[0].recipe, trial.recipe)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(trial)
+    return groups
 
 
 def _digest(trials: Sequence[Trial]) -> str:
