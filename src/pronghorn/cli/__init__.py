@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import auditing, evaluating, exporting, planning, profiling, run_script, serving, starting
+from pronghorn.cli import auditing, evaluating, exporting, planning, profiling, run_script, serving, starting, sweeping
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -163,6 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
     starting.own_rewards(one)
 
     profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
+    sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
@@ -291,6 +292,11 @@ def train(arguments: argparse.Namespace) -> None:
 
 def profile(arguments: argparse.Namespace) -> None:
     profiling.profile(arguments, _recipe(arguments), _importing)
+
+
+def sweep(arguments: argparse.Namespace) -> None:
+    require_recipe(arguments.recipe, arguments.parser)
+    sweeping.sweep(arguments, _look_for_hub)
 
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from pronghorn.errors import CommandError, EndedElsewhere, RecipeError, counted
 from pronghorn.process import importing
@@ -35,7 +35,12 @@ def own_rewards(one: argparse.ArgumentParser) -> None:
     )
 
 
-def own_code(arguments: argparse.Namespace) -> dict[str, Path | None]:
+class OwnCode(TypedDict):
+    reward_file: Path | None
+    episode_file: Path | None
+
+
+def own_code(arguments: argparse.Namespace) -> OwnCode:
     return {"reward_file": arguments.reward_file, "episode_file": arguments.episode_file}
 
 

@@ -23,6 +23,7 @@ VERBS = {
     "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
     "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data", "audit": "data audit", "dedup": "data audit", "decontaminate": "data audit",
+    "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",
 }  # fmt: skip
 # Options of other tools: what to do instead.
 OPTIONS = {

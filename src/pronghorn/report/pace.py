@@ -15,6 +15,7 @@ UNITS = {
     "reading cached tokens": "rows",
     "duplicates and junk": "rows",
     "comparing rows": "rows",
+    "sweep": "tokens",
     **dict.fromkeys(("merging", "quantizing", "converting", "uploading"), "bytes"),
 }
 SURE_AFTER = 2.0  # seconds; before that a pace says little

@@ -4,12 +4,9 @@ run/steps.py.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-
-import torch
 
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.recipe import Recipe
@@ -24,7 +21,8 @@ from pronghorn.train.checkpoint.saving import try_first_save
 from pronghorn.train.dist.world import World
 from pronghorn.train.run.run_folder import RunFolder, set_aside
 from pronghorn.train.run.signals import StopRequest
-from pronghorn.train.run.steps import Display, Run, RunResult
+from pronghorn.train.run.steps import Display, Pause, Run, RunResult
+from pronghorn.train.setup.kept import KeptSession
 from pronghorn.train.setup.setup import Session, set_up
 from pronghorn.train.step.memory import main_memory
 from pronghorn.train.step.spikes import LeftOut, Rewind
@@ -39,11 +37,14 @@ def train(
     allow: Collection[str] = (),
     metric_file: Path | None = None,
     world: World | None = None,
+    kept: KeptSession | None = None,
+    pause: Pause | None = None,
     **files: Path | None,
 ) -> RunResult:
     """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code.
     `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`, and of `files` `reward_file`
-    and `episode_file`: code of the user's, which runs. `world`: the ranks that train together; without it, one."""
+    and `episode_file`: code of the user's, which runs. `world`: the ranks that train together; without it, one. `kept`: what
+    runs of this process share. `pause`: where the run ends for now."""
     stages, world = stages or Stages(), world or World()
     own = OwnMetric(metric_file) if metric_file is not None else None
     world.on_writer(lambda: require_installed(recipe.report.to))
@@ -54,7 +55,7 @@ def train(
         with RunFolder(folder) if world.writes else nullcontext():
             world.on_writer(lambda: clean_leftovers(folder))
             LeftOut.of(folder)  # a log that cannot be read is told now
-            session = _ready(recipe, folder, display, stages, allow, world, files)
+            session = ready(recipe, folder, display, stages, allow, world, files, kept)
             if old:
                 session.notices.insert(0, f"the previous run was moved to {old}")
             said = StopRequest(quiet=not world.writes, say=lambda text: display.handle({"event": STOPPING, "text": text}))
@@ -62,18 +63,14 @@ def train(
                 started = True
                 while True:
                     try:
-                        return Run(session, folder, log, stages, display, own).go(stop)
+                        return Run(session, folder, log, stages, display, own, pause).go(stop)
                     except Rewind:
-                        pass  # from here on, nothing but `session` holds on to the model
-                    if session.memory is not None:
-                        session.memory.release()
-                    session = None
-                    gc.collect()
-                    if torch.cuda.is_available():
-                        torch.cuda.empty_cache()  # as in a process that has just begun: the plan looks at what is free
-                    session = _ready(recipe, folder, display, stages, allow, world, files)
+                        pass  # from here on, nothing but `session` and `kept` holds on to the model
+                    alone, session = KeptSession(session) if kept is None else kept, None
+                    alone.drop()
+                    session = ready(recipe, folder, display, stages, allow, world, files, kept)
     finally:
-        if session is not None and session.memory is not None:
+        if kept is None and session is not None and session.memory is not None:
             session.memory.release()
         if old and not started:  # the new run never began: the old one is again what the same command resumes
             old.rename(folder)
@@ -88,7 +85,7 @@ def _log_of(world: World, folder: Path, recipe: Recipe, display: Display) -> Ite
         yield log
 
 
-def _ready(
+def ready(
     recipe: Recipe,
     folder: Path,
     display: Display,
@@ -96,11 +93,14 @@ def _ready(
     allow: Collection[str],
     world: World,
     files: Mapping[str, Path | None],
+    kept: KeptSession | None = None,
 ) -> Session:
-    with stages("load"), main_memory(recipe, lambda: "before the first step"):
-        session = set_up(
+    """Before its first step, or after the last one that the folder's checkpoint has."""
+
+    def make(run: Path | None) -> Session:
+        return set_up(
             recipe,
-            folder,
+            run,
             report=display.progress,
             stage=stages,
             allow=allow,
@@ -108,6 +108,9 @@ def _ready(
             **files,
             before_loading=lambda *found: try_first_save(recipe, folder, *found),
         )
+
+    with stages("load"), main_memory(recipe, lambda: "before the first step"):
+        session = make(folder) if kept is None else kept.ready(recipe, folder, make)
     if session.resumed_from is not None:  # by now all ranks have read what they go on from
         session.notices += world.on_writer(lambda: set_aside_later(folder, session.step))
     return session

@@ -35,6 +35,23 @@ def _random_numbers_kept() -> Iterator[None]:
 DECIDING = "deciding"
 
 
+def measure(session: Session, progress: Callable[[str, int, int], None]) -> Evaluation:
+    """The held-out rows' loss under the weights as they are. On all ranks."""
+    assert session.source.held_out is not None
+    width = int(text_config(session.model.config).hidden_size) if session.device.type == "cuda" else 0
+    return evaluate(
+        session.model,
+        session.source.held_out,
+        capacity=evaluation_capacity(session.recipe, width),
+        device=session.device,
+        pad_id=session.source.pad_id,
+        autocast=session.autocast,
+        progress=progress,
+        objective=session.objective,
+        world=session.world,
+    )
+
+
 class RunAnswers:
     def __init__(
         self, session: Session, folder: Path, log: RunLog, own: OwnMetric | None, progress: Callable[[str, int, int], None]
@@ -48,22 +65,10 @@ class RunAnswers:
 
     def measure(self) -> Evaluation:
         """The held-out rows' loss; or what their answers are worth, where the source says so. On all ranks."""
-        session, source = self._session, self._session.source
-        assert source.held_out is not None
-        if source.evaluates:
-            return source.evaluate(session.model)
-        width = int(text_config(session.model.config).hidden_size) if session.device.type == "cuda" else 0
-        return evaluate(
-            session.model,
-            source.held_out,
-            capacity=evaluation_capacity(session.recipe, width),
-            device=session.device,
-            pad_id=source.pad_id,
-            autocast=session.autocast,
-            progress=self._progress,
-            objective=session.objective,
-            world=session.world,
-        )
+        session = self._session
+        if session.source.evaluates:
+            return session.source.evaluate(session.model)
+        return measure(session, self._progress)
 
     def before_training(self) -> None:
         """Asks the base model now if training will overwrite it (method: full)."""

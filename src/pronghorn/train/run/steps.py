@@ -5,6 +5,7 @@ Nothing here knows how a step is computed, how data is read or how anything is s
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ class Display(Protocol):
 class RunResult:
     folder: Path
     checkpoint: Path | None
-    reason: str  # done | early stop
+    reason: str  # done | early stop | paused
     why: str
     step: int
     best_step: int | None
@@ -70,10 +71,26 @@ class _UnderWay:
     limit: float  # of its loss
 
 
+@dataclass
+class Pause:
+    """Where a run ends before its last step, for a sweep to look at it. The same run goes on from there."""
+
+    share: float = 1.0  # of all steps
+    why: str = ""  # set while it runs: it ends after the steps that are under way
+
+
 class Run:
     def __init__(
-        self, session: Session, folder: Path, log: RunLog, stages: Stages, display: Display, own: OwnMetric | None = None
+        self,
+        session: Session,
+        folder: Path,
+        log: RunLog,
+        stages: Stages,
+        display: Display,
+        own: OwnMetric | None = None,
+        pause: Pause | None = None,
     ) -> None:
+        self._pause_at = pause or Pause()
         self.session, self.folder, self.log, self.stages, self.display = session, folder, log, stages, display
         self._under_way: deque[_UnderWay] = deque()
         self._mark = 0.0  # when the last step ended
@@ -106,6 +123,11 @@ class Run:
             end.update(reason=reason, why=why)
         return RunResult(self.folder, self._saver.checkpoint, reason, why, self.session.step, self.session.progress.best_step)
 
+    @property
+    def _end(self) -> int:
+        """The step after which this start of the run ends."""
+        return min(self.session.total, math.ceil(round(self._pause_at.share * self.session.source.total, 6)))
+
     def _steps(self, stop: StopRequest) -> tuple[str, str]:
         """Steps are begun ahead of being read (`Step.depth`); where the run looks at itself, all of them are finished first."""
         session, source = self.session, self.session.source
@@ -113,7 +135,7 @@ class Run:
         if session.step < session.total and not verdict:
             self.display.progress(FIRST_STEP, 0, 0)  # on a GPU kernels are compiled in it, 12 s on a new machine; until it ends
         self._mark = time.perf_counter()
-        while session.step < session.total and not verdict:
+        while session.step < self._end and not verdict and not self._pause_at.why:
             if not source.ahead:
                 self._finish_all()
             with self.stages(source.stage):
@@ -125,11 +147,11 @@ class Run:
             else:
                 self._begin(step_batch)
             begun = self._begun_and_averaged()
-            last = begun == session.total
+            last, pauses = begun == session.total, begun == self._end
             evaluates = source.held_out is not None and (begun % self._eval_every == 0 or last)
             saves = self._saves_at(begun)
-            if evaluates or last or (saves and (self._saver.waits or not self._under_way)):
-                verdict = self._pause(evaluates, last)
+            if evaluates or pauses or (saves and (self._saver.waits or not self._under_way)):
+                verdict = self._pause(evaluates, pauses)
             else:
                 if saves:
                     self._saver.snapshot([step.step_batch for step in self._under_way])
@@ -138,8 +160,16 @@ class Run:
             signal_number = session.world.largest(stop.signal_number or 0)  # one rank's is everybody's
             if signal_number and not last:
                 self._leave_for(signal_number)
-        if session.total < source.total:
-            verdict = f"{session.progress.why}; decayed from step {session.progress.decay_from} on"
+        self._finish_all()
+        return self._ended(verdict)
+
+    def _ended(self, verdict: str) -> tuple[str, str]:
+        """(reason, why)"""
+        session, progress = self.session, self.session.progress
+        if session.step < session.total and not verdict:
+            return "paused", self._pause_at.why
+        if session.total < session.source.total:
+            verdict = f"{progress.why}; decayed from step {progress.decay_from} on"
         return ("early stop", verdict) if verdict else ("done", "")
 
     def _verdict(self) -> str:
@@ -162,7 +192,7 @@ class Run:
         log_experts(self.session, self.log)
         self._log_ranks()
         verdict = self._evaluate(self._measured()) if evaluates else ""
-        if last and session.average.count > 1:
+        if session.step == session.total and session.average.count > 1:
             self._average()
         best_now = session.progress.best_step == session.step
         if self._saves_at(session.step) or last or best_now or verdict:

@@ -186,7 +186,7 @@ def _refuse_adapted_head(recipe: Recipe) -> None:
 
 def set_up(
     recipe: Recipe,
-    run: Path,
+    run: Path | None,
     *,
     report: Report,
     stage: StageTimer,
@@ -195,13 +195,13 @@ def set_up(
     world: World | None = None,
     **files: Path | None,
 ) -> Session:
-    """`allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
-    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank. `files`: code of the user's,
-    which runs."""
+    """`run`: where checkpoints are looked for; None: nowhere. `allow`: keys that may differ from those of the checkpoint
+    (--allow-change). `before_loading`: refuses, perhaps, what facts and tokenizer tell; on the rank that writes. `world`:
+    without one, of one rank. `files`: code of the user's, which runs."""
     said, world = list[str](), world or World()
     require_allowable(allow, recipe)
     with stage("checkpoint"), world.writer_first():  # it sets a damaged one aside
-        found = find_checkpoint(recipe, run, allow=allow, say=said.append)
+        found = None if run is None else find_checkpoint(recipe, run, allow=allow, say=said.append)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
         shard = shard_of(recipe, world, device, facts)
@@ -362,12 +362,13 @@ def _require_fp8_layers(model: HFModel, why_own_layers: str) -> None:
 
 def _restore(session: Session, state: TrainState | None) -> None:
     if state is not None:
-        _put_back(session, state)
+        put_back(session, state)
     if session.world.rank:  # dropout of its own
         torch.manual_seed(session.recipe.train.seed + 1_000_003 * session.world.rank + session.step)
 
 
-def _put_back(session: Session, state: TrainState) -> None:
+def put_back(session: Session, state: TrainState) -> None:
+    """Everything of a checkpoint but the model's weights."""
     values = state.values
     spread = trained_shards_of(session.model)
     restore_optimizer(session.optimizer, session.model, state.tensors if spread is None else spread.cut(state.tensors))

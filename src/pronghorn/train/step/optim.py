@@ -26,7 +26,7 @@ def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimi
         ratio = recipe.lora.plus_ratio if ".lora_B." in name or ".lora_embedding_B." in name else 1.0
         groups.setdefault((decay, ratio), []).append(parameter)
     settings = [
-        {"params": parameters, "weight_decay": decay, "lr": spec.lr * ratio, "base_lr": spec.lr * ratio}
+        {"params": parameters, "weight_decay": decay, "lr": spec.lr * ratio, "base_lr": spec.lr * ratio, "lr_ratio": ratio}
         for (decay, ratio), parameters in groups.items()
     ]
     eight_bit, paged = spec.optimizer.endswith("8bit"), spec.optimizer.startswith("paged")
@@ -79,7 +79,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     for name, parameter in trainable(model).items():
-        state = optimizer.fresh_state(parameter) if isinstance(optimizer, FusedAdamW) else _fresh_state(parameter)
+        state = optimizer.state.get(parameter)  # in place: a CUDA graph has its addresses
+        if not state:
+            state = optimizer.fresh_state(parameter) if isinstance(optimizer, FusedAdamW) else _fresh_state(parameter)
         for key, place in state.items():
             stored = tensors.get(f"optimizer/{key}/{name}")
             if stored is None or stored.shape != place.shape or stored.dtype != place.dtype:
@@ -90,6 +92,15 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, 
                 )
             place.copy_(stored)
         optimizer.state[parameter] = state
+
+
+def reset_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """As it was before the first step, with this rate; in place, as above."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] = lr * group["lr_ratio"]
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
 
 
 def _fresh_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
