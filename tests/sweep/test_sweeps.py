@@ -118,7 +118,7 @@ def test_a_rate_that_only_looks_worse_before_its_decay_wins(lively: Path, tmp_pa
     session, undecayed = ready(sweep.trials[0].recipe, tmp_path / "none", Shown(), Stages(), (), World(), {}), []
     for row in table["trials"]:
         restore_adapter(session.model, Path(row["folder"]) / "checkpoint-30")
-        undecayed.append(measure(session, Shown().progress, by_row=False).loss)
+        undecayed.append(measure(session, Shown().progress).loss)
     assert undecayed[0] < undecayed[1]
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn, Protocol
 
-import numpy as np
 import torch
 
 from pronghorn.data.pack.loader import StepBatch
@@ -28,9 +27,8 @@ from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
 from pronghorn.train.checkpoint.saving import saver_of
-from pronghorn.train.run.answers import DECIDING, RunAnswers
-from pronghorn.train.run.average import put
-from pronghorn.train.run.evaluate import Evaluation, QuestionScores
+from pronghorn.train.run.answers import RunAnswers
+from pronghorn.train.run.looks import Looks
 from pronghorn.train.run.row_losses import RowLosses
 from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
 from pronghorn.train.run.signals import StopRequest
@@ -101,6 +99,7 @@ class Run:
         self._rows = RowLosses(folder, session.world, known[0] if known else None, session.step)
         self._page = LiveReport(folder, writes=session.world.writes)
         self._answers = RunAnswers(session, folder, log, own, display.progress)
+        self._looks = Looks(session, log, stages, self._answers)
         self._seconds: list[float] = []  # of the first steps under the plan
         self._eval_every = steps_between(session.recipe.eval.every, session.source.total)
         self._save_every = steps_between(session.recipe.checkpoint.every, session.source.total)
@@ -113,7 +112,7 @@ class Run:
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
             with self.stages("answers"):
                 self.session.on_writer(self._answers.before_training)
-            self._measure_before_training()
+            self._looks.before_training()
             if signal_number := self.session.world.largest(stop.signal_number or 0):
                 self._leave_for(signal_number)
             reason, why = self._steps(stop)
@@ -191,9 +190,11 @@ class Run:
         self._rows.flush()
         log_experts(self.session, self.log)
         self._log_ranks()
-        verdict = self._evaluate(self._measured()) if evaluates else ""
+        if evaluates:
+            self._looks.look()
+        verdict = self._verdict() if evaluates else ""
         if session.step == session.total and session.average.count > 1:
-            self._average()
+            self._looks.at_the_mean()
         best_now = session.progress.best_step == session.step
         if self._saves_at(session.step) or last or best_now or verdict:
             self._saver.save()
@@ -354,20 +355,6 @@ class Run:
         )
         return Offenders(session.world.joined(found[0]), session.world.joined(found[1]))
 
-    def _measure_before_training(self) -> None:
-        """What answers score before the first step, where the source measures that."""
-        source = self.session.source
-        if source.evaluates and source.held_out is not None and not self.session.step:
-            with self.stages("evaluate"):
-                found = self._answers.measure()
-            self.log.write("base", metrics=found.figures, samples=found.samples)
-
-    def _measured(self) -> Evaluation:
-        self._looked_at = time.perf_counter()
-        with self.stages("evaluate"):
-            self._last = self._answers.measure()
-        return self._last
-
     def _begun_and_averaged(self) -> int:
         """The last step that was begun. Its weights are read before the next one, where they are averaged."""
         session = self.session
@@ -378,63 +365,6 @@ class Run:
                 session.average.add(session.model, session.averaged.start)
             self._mark = time.perf_counter()
         return begun
-
-    def _average(self) -> None:
-        """The mean of the last weights beside the last ones, on the held-out rows: the better one stays in the model."""
-        session, last = self.session, self._last
-        assert session.source.held_out is not None
-        with self.stages("average"):
-            before = session.average.put_in(session.model)
-        mean = self._measured()
-        facts = session.average.decided(session.step, mean, last, session.source.held_out.loss_counts)
-        self.log.write("average", step=session.step, **facts)
-        if session.average.kept:
-            self._evaluate(mean)
-        else:
-            put(session.model, before)
-
-    def _evaluate(self, result: Evaluation) -> str:
-        """Tells of an evaluation, with answers. Returns the reason to stop, or nothing."""
-        session, recipe = self.session, self.session.recipe
-        with self.stages("answers"):
-            answered = session.on_writer(self._answers.evaluate)
-        deciding = answered.pop(DECIDING, None)
-        if result.figures:
-            answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
-        value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
-        scores = deciding and QuestionScores(deciding["key"], np.array(deciding["scores"]))
-        against = session.progress.against(scores) if scores else None
-        session.progress = session.progress.after(value, session.step, recipe.eval.stop, scores)
-        answered = answered | ({"paired": against._asdict()} if against else {}) | self._compare_rows(result)
-        self.log.write(
-            "eval",
-            step=session.step,
-            **({} if session.source.evaluates else {"loss": result.loss, "tokens": result.tokens}),
-            **({} if result.error is None else {"loss_error": result.error}),
-            **({} if result.figures else {"perplexity": result.perplexity}),
-            seconds=time.perf_counter() - self._looked_at,
-            best=session.progress.best_step == session.step,
-            **answered,
-        )
-        return self._verdict()
-
-    def _compare_rows(self, result: Evaluation) -> dict[str, Any]:
-        """For eval.stop.gain, where the rate is constant; and what the event of the evaluation says of it."""
-        session, stop, train = self.session, self.session.recipe.eval.stop, self.session.recipe.train
-        constant = train.constant(session.source.total)
-        if (
-            stop is None
-            or stop.gain is None
-            or result.losses_R is None
-            or session.step not in constant
-            or session.progress.decay_from is not None
-        ):
-            return {}
-        assert session.source.held_out is not None
-        counts_R, tokens = session.source.held_out.loss_counts, session.seen_tokens
-        end = tokens * constant.stop / session.step
-        session.progress, said = session.progress.compared(result.losses_R, counts_R, tokens, end, stop)
-        return {"paired": said} if said else {}
 
     def _leave_for(self, signal_number: int) -> NoReturn:
         self._finish_all()
