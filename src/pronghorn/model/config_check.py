@@ -39,7 +39,7 @@ SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "n_heads"), HEADS),
     "num_global_key_value_heads": HEADS,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), EXPERTS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "top_k_experts"), EXPERTS),
     "vocab_size": VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), POSITIONS),
 }

@@ -115,6 +115,8 @@ HONOURED = frozenset(
         "num_experts",
         "num_local_experts",
         "num_experts_per_tok",
+        "top_k_experts",
+        "enable_moe_block",
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
         "shared_intermediate_size",

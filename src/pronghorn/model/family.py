@@ -37,19 +37,29 @@ class Names:
 
 
 @dataclass(frozen=True)
+class BesideNorms:
+    """The norms of experts that are beside a dense MLP (layers/mlps/experts_beside.py); those of both are among `Norms`."""
+
+    after_dense: str
+    before_experts: str
+    after_experts: str
+
+
+@dataclass(frozen=True)
 class Experts:
     """Layers whose MLP is a mixture of experts (layers/mlps/experts.py). The config gives their number and the normalization
     of their weights; the modules tell whether there is a shared expert, a gate for it, and a bias of the choice."""
 
     router: str = "gate"  # of the weight [E, inputs]; perhaps a linear inside the router: `router.gate`
     transposed: bool = False  # weights are stored [E, inputs, outputs]
-    activation: ExpertKind = "silu"
+    activation: ExpertKind | None = None  # None: that of the config
     sigmoid: bool = False  # scores are sigmoids of the logits; else a softmax over all
     biased: bool = False  # a bias of the choice is added to the softmax; sigmoids may always have one
     scale: str = ""  # config key of the weights' final factor
     shared: str = "shared_expert"  # name of the shared expert; empty: no model has one
     shared_gate: str = "shared_expert_gate"  # name of its gate
     beside: str = ""  # name of the module of router and experts, where it is beside the MLP: then that is the shared expert
+    norms: BesideNorms | None = None  # router and experts are in the layer itself, beside the MLP, with these norms
     shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
     choice_bias: str = "e_score_correction_bias"  # name of the bias of the choice
     tiny: float = 1e-20  # added to the sum of sigmoids that divides them

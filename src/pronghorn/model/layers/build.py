@@ -20,7 +20,7 @@ from pronghorn.model.families import (
     layer_type,
     shares_keys,
 )
-from pronghorn.model.family import Family
+from pronghorn.model.family import BesideNorms, Family, Norms
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import GATES
 from pronghorn.model.layers.fp8_gemms import trains_whole
@@ -35,6 +35,7 @@ from pronghorn.model.layers.mixers.shared_keys import SharedKeys
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
+from pronghorn.model.layers.mlps.experts_beside import ExpertsBesideMlp
 from pronghorn.model.layers.mlps.layer_input import LayerInput
 from pronghorn.model.layers.mlps.ungated import UngatedMlp
 from pronghorn.model.layers.norms import Norm
@@ -76,8 +77,8 @@ def build_layer(
     def group(parent: nn.Module, names: tuple[str, ...]) -> LinearGroup:
         return LinearGroup(parent, names, buffers, fp8=in_fp8 and not set(names) <= set(GATES))
 
-    def norm(slot: str) -> Norm | None:
-        name = getattr(family.norms, slot)
+    def norm(slot: str, of: Norms | BesideNorms = family.norms) -> Norm | None:
+        name = getattr(of, slot)
         options: Any = {"width": int(config.hidden_size), "centered": family.centered}
         return Norm(layer, name, family.one_plus, slot, **options) if name else None
 
@@ -102,15 +103,24 @@ def build_layer(
             return DenseMlp(around, gate_up, down, ACTIVATIONS[activation])
         return UngatedMlp(around, gate_up, down, activation, module.act_fn if activation == "xielu" else None)
 
+    inlet = None
+    if width := input_width(config):
+        ends = Norm(layer, INPUT_OUT_NORM, family.one_plus, "after_input", width=int(config.hidden_size))
+        gate, out = group(layer, (INPUT_GATE,)), group(layer, (INPUT_OUT,))
+        inlet = LayerInput(Around(None, ends), gate, out, width, ACTIVATIONS[activation])
     if slot is None:
-        inlet = None
-        if width := input_width(config):
-            ends = Norm(layer, INPUT_OUT_NORM, family.one_plus, "after_input", width=int(config.hidden_size))
-            gate, out = group(layer, (INPUT_GATE,)), group(layer, (INPUT_OUT,))
-            inlet = LayerInput(Around(None, ends), gate, out, width, ACTIVATIONS[activation])
         return DecoderLayer(layer, index, mixer, dense(mlp, around), below, family.layer_scale, inlet)
     assert family.experts
     assert around.before is not None
+    experts: ExpertsMlp
+    if norms := family.experts.norms:
+        own, after_experts = Around(norm("before_experts", norms), around.after), norm("after_experts", norms)
+        assert after_experts is not None
+        of_dense = dense(mlp, Around(around.before, norm("after_dense", norms)))
+        experts = ExpertsBesideMlp(
+            layer, family, config, slot, buffers, own, dense=of_dense, after_experts=after_experts, width=int(config.hidden_size)
+        )
+        return DecoderLayer(layer, index, mixer, experts, below, family.layer_scale, inlet)
     beside = family.experts.beside
     shared = mlp if beside else getattr(mlp, family.experts.shared, None)
     of_all = None if shared is None else dense(shared, Around(around.before, None))
