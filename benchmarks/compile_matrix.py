@@ -241,6 +241,11 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("apertus-8b", "full"), Case("arcee-4.5b"), Case("hunyuan-7b", "full"),
     Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000), Case("gemma-4-12b", shared=True), Case("glm-4.7-flash"),
+    *(
+        Case("gemma-4-26b-a4b-6layers", method, experts=True, changes={"layer_types": ["full_attention"]})
+        for method in ("lora", "qlora", "fp8")
+    ),
+    Case("gemma-4-26b-a4b-6layers", "full", changes={"layer_types": ["full_attention"], "num_experts": 8}),
     Case("gemma-4-e2b", changes={"num_hidden_layers": 4}), Case("gemma-4-e2b", "full", changes={"num_hidden_layers": 4}),
     Case("lfm2-1.2b", shared=True), Case("lfm2-1.2b", "full", shared=True),
     Case("glm-4.7-flash", changes={"qk_nope_head_dim": 128, "v_head_dim": 128}),  # DeepSeek-V3's heads

@@ -311,6 +311,13 @@ MIXED = {
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": 300,
     },
+    "gemma4_text, experts": {
+        "layer_types": ["sliding_attention"] + ["full_attention"] * 3,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 256,
+    },
     "qwen3_5_text": STATES,
     "nemotron_h": {"layers_block_type": ["linear_attention"] + ["moe"] * 3, "moe_intermediate_size": 256} | MAMBA,
 }
@@ -329,6 +336,8 @@ MIXED = {
         ("glm4_moe_lite", ""),
         ("gemma4_text", "mixed"),
         ("gemma4_text, as E2B", "mixed"),
+        ("gemma4_text, experts", "mixed"),
+        ("gemma4_text, experts", "layer"),
         ("gemma4_text, as E2B", "layer"),
     ],
 )

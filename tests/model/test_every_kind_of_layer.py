@@ -72,6 +72,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "mamba, experts": lambda: test_mamba_mixer.model_of("granitemoehybrid, experts", "lora"),
     "experts, norms after them, full": lambda: test_experts.model_of("afmoe", "full", torch.float32),
     "experts, norms after them": lambda: test_experts.model_of("afmoe", "lora on experts", torch.float32),
+    "experts beside an MLP, full": lambda: test_experts.model_of("gemma4_text, experts", "full", torch.float32),
+    "experts beside an MLP": lambda: test_experts.model_of("gemma4_text, experts", "lora on experts", torch.float32),
+    "experts beside an MLP in fp8": lambda: test_fp8_moe_layer.model_of("gemma4_text", "experts"),
     "experts, shared expert": lambda: test_experts.model_of("qwen2_moe", "lora on experts", torch.float32),
     "experts, adapters on attention": lambda: test_experts.model_of("gpt_oss", "lora on attention", torch.float32),
 }

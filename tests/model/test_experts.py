@@ -171,7 +171,7 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
         sliding_window=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "gemma4_text": AutoConfig.for_model(
+    "gemma4_text, experts": AutoConfig.for_model(
         "gemma4_text",
         **(SMALL | GEMMA4),
         hidden_size_per_layer_input=0,
@@ -360,16 +360,17 @@ def test_generation_is_the_familys_own(family: str) -> None:
             ("qwen2_moe", ("all-linear", "experts")),
             ("qwen3_moe, a dense layer", "all-linear"),  # of which the dense layer's linears are none
             ("mixtral", ("all-linear", "experts")),
+            ("gemma4_text, experts", ("all-linear", "experts")),
             *((family, ("all-linear", "experts")) for family in FAMILIES if family not in ("qwen2_moe", "mixtral")),
             ("qwen2_moe", EXPERTS),
             ("qwen2_moe", "all-linear"),
         ],
-        4,
+        5,
     ),
 )
 def test_adapters_load_in_stock_peft_with_equal_logits(family: str, targets: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]))
+    base = AutoModelForCausalLM.from_config(copy.deepcopy(ROWS[family]))
     base.save_pretrained(tmp_path / "base")
     model = add_adapter(base, Lora(r=4, targets=targets), seed=1)
     assert not install(model)

@@ -170,7 +170,7 @@ def require_consistent(config: HFConfig, where: str) -> None:
                 where,
                 "the number of attention heads must be a multiple of the number of key/value heads",
             )
-    chosen = getattr(text, "num_experts_per_tok", None)
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts > 0:
         raise _changed(f"config.json says {chosen} experts per token out of {experts}", where)
