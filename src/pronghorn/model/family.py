@@ -66,6 +66,11 @@ class Experts:
     float32: bool = False  # logits are computed in float32 whatever the weights are
     published_in: str = ""  # the 4-bit format of its published experts (model/formats/table.py)
 
+    @property
+    def whole(self) -> bool:
+        """Whether files have all experts of a layer in one tensor."""
+        return self.transposed or self.norms is not None
+
 
 @dataclass(frozen=True)
 class Family:

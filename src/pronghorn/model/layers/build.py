@@ -117,9 +117,7 @@ def build_layer(
         own, after_experts = Around(norm("before_experts", norms), around.after), norm("after_experts", norms)
         assert after_experts is not None
         of_dense = dense(mlp, Around(around.before, norm("after_dense", norms)))
-        experts = ExpertsBesideMlp(
-            layer, family, config, slot, buffers, own, dense=of_dense, after_experts=after_experts, width=int(config.hidden_size)
-        )
+        experts = ExpertsBesideMlp(layer, family, config, slot, buffers, own, dense=of_dense, after_experts=after_experts)
         return DecoderLayer(layer, index, mixer, experts, below, family.layer_scale, inlet)
     beside = family.experts.beside
     shared = mlp if beside else getattr(mlp, family.experts.shared, None)

@@ -62,7 +62,7 @@ class DenseMlp(Part):
 
     @property
     def as_expert(self) -> ExpertActivation:
-        """Of a shared expert."""
+        """The activation, where this is a shared expert."""
         return ExpertActivation(self.activation)
 
     @property

@@ -29,7 +29,7 @@ tokens with one expert each; y, dx and dweights come back. Router, shared expert
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ from pronghorn.model.rows import rows_like
 class ExpertsMlp(Part):
     before: Norm  # always there
     input = "h2"
-    saves = (
+    saves: ClassVar[tuple[str, ...]] = (
         "h2",
         "gu",
         "xa2",
@@ -92,7 +92,7 @@ class ExpertsMlp(Part):
         slot: int,
         buffers: SharedBuffers,
         around: Around,
-        shared: DenseMlp | None,
+        shared: DenseMlp | None = None,
         beside: Any = None,
     ) -> None:
         """`slot`: its number among the layers with experts. `shared`: the expert of all tokens, if there is one. `beside`: its

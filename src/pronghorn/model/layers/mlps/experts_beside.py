@@ -39,12 +39,13 @@ class RouterNorm(Norm):
 
     @property
     def weight(self) -> Tensor:
-        scale: Tensor = self.parent.scale  # type: ignore[assignment]
-        return scale * self.width**-0.5
+        weight: Tensor = self.parameters[0] * self.width**-0.5
+        return weight
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [self.parent.scale]  # type: ignore[list-item]
+        scale: Any = self.parent.scale
+        return [scale]
 
     def trains(self) -> bool:
         return self.parameters[0].requires_grad
@@ -60,11 +61,11 @@ class ExpertsBesideMlp(ExpertsMlp):
     after: Norm
     saves = (*ExpertsMlp.saves, "shares", *OF_DENSE.values())
 
-    def __init__(self, *arguments: Any, dense: DenseMlp, after_experts: Norm, width: int) -> None:
+    def __init__(self, *arguments: Any, dense: DenseMlp, after_experts: Norm) -> None:
         """`arguments`: of ExpertsMlp, whose module is the layer."""
-        super().__init__(*arguments, None)
+        super().__init__(*arguments)
         self.dense, self.after_experts = dense, after_experts
-        self.of_router = RouterNorm(self.module.router, "norm", False, "before_router", width=width)
+        self.of_router = RouterNorm(self.module.router, "norm", False, "before_router", width=self.before.width)
 
     @property
     def groups(self) -> tuple[Group, ...]:
