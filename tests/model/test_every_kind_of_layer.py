@@ -69,6 +69,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "states, columns in another order": lambda: test_gated_delta_mixer.model_of("qwen3_next", "lora"),
     "experts without a gate, full": lambda: test_mamba_mixer.model_of("nemotron_h, experts", "full"),
     "experts without a gate": lambda: test_mamba_mixer.model_of("nemotron_h, experts", "lora on experts"),
+    "mamba beside attention, full": lambda: test_mamba_mixer.model_of("falcon_h1", "full"),
+    "mamba beside attention": lambda: test_mamba_mixer.model_of("falcon_h1, a norm", "lora"),
     "mamba, experts": lambda: test_mamba_mixer.model_of("granitemoehybrid, experts", "lora"),
     "experts, norms after them, full": lambda: test_experts.model_of("afmoe", "full", torch.float32),
     "experts, norms after them": lambda: test_experts.model_of("afmoe", "lora on experts", torch.float32),

@@ -27,6 +27,7 @@ KINDS = (
     "nemotron_h",
     "nemotron_h, experts",
     "granitemoehybrid, experts",
+    "falcon_h1",
 )
 
 

@@ -13,7 +13,7 @@ from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
-from pronghorn.model.family import ATTENTION, BesideNorms, Experts, Family, Names, Norms
+from pronghorn.model.family import ATTENTION, HYBRID, BesideNorms, Experts, Family, Names, Norms
 
 EXPERTS = "experts"  # among lora.targets: every stack of experts
 
@@ -187,6 +187,14 @@ FAMILIES = {
         rope_key="position_embedding_type",
         experts=Experts(router="router", beside="block_sparse_moe", shared="", shared_gate=""),
     ),
+    "falcon_h1": Family(
+        norms=Norms(before_mlp="pre_ff_layernorm"),
+        names=Names(last_norm="final_layernorm", mamba="mamba", mlp="feed_forward"),
+        mixers=(HYBRID,),
+        states=("mamba_n_groups", "mamba_d_state", "mamba_n_heads", "mamba_d_head", "mamba_d_conv"),
+        mlp_factors="mlp_multipliers",
+        logits_times="lm_head_multiplier",
+    ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
@@ -289,6 +297,12 @@ def why_not_layers(config: HFConfig) -> str:
         return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
     if family.names.mamba and ACTIVATIONS.get(str(getattr(config, "hidden_act", "silu"))) != "silu":
         return f"the fast layers do not support the activation {config.hidden_act} of convolutions"
+    if family.mlp_factors:
+        biased = ("attention_bias", "mlp_bias", "mamba_proj_bias")  # multiplied by some of the factors, not by all
+        if own := next((key for key in biased if getattr(config, key, False)), ""):
+            return f"the fast layers do not support {own} in {config.model_type}"
+        if config.mamba_rms_norm and config.mamba_norm_before_gate:
+            return f"the fast layers do not support a norm before the gate in {config.model_type} (mamba_norm_before_gate)"
     if family.qk_norm is None and "use_qk_norm" in fields_of(config) and config.use_qk_norm:
         return f"the fast layers do not support norms of queries and keys in {config.model_type} (use_qk_norm)"
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and not config.sliding_window:

@@ -8,6 +8,7 @@ from pronghorn.kernels.attention.rope import NormKind
 from pronghorn.kernels.moe.moe_gated import ExpertKind
 
 ATTENTION = ("full_attention", "sliding_attention")  # layer types whose mixer is attention
+HYBRID = "hybrid"  # the layer type of attention and Mamba-2 side by side
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Family:
     pair_tables: bool = False  # its own cos and sin have each number twice in a row; elsewhere all numbers, then all again
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
+    mlp_factors: str = ""  # config key: two factors, of the gate and of what `down` makes
     logits_times: str = ""  # config key that multiplies the logits; elsewhere `logits_scaling` divides them
     layer_scale: str = ""  # name of the layer's buffer that multiplies the residual stream at its end
     by_layer: tuple[str, ...] = ()  # config keys that may have another value in each layer

@@ -20,13 +20,14 @@ from pronghorn.model.families import (
     layer_type,
     shares_keys,
 )
-from pronghorn.model.family import BesideNorms, Family, Norms
+from pronghorn.model.family import HYBRID, BesideNorms, Family, Norms
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import GATES
 from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
+from pronghorn.model.layers.mixers.attention_and_mamba import AttentionAndMamba
 from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.latent_attention import LatentAttention
 from pronghorn.model.layers.mixers.mamba import Mamba
@@ -51,6 +52,7 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     "sliding_attention": Attention,
     "conv": ShortConv,
     "linear_attention": GatedDelta,
+    HYBRID: AttentionAndMamba,
     MAMBA: Mamba,
     PARALLEL: ParallelAttention,
     SHARED: SharedKeys,
@@ -77,9 +79,9 @@ def build_layer(
     def group(parent: nn.Module, names: tuple[str, ...]) -> LinearGroup:
         return LinearGroup(parent, names, buffers, fp8=in_fp8 and not set(names) <= set(GATES))
 
-    def norm(slot: str, of: Norms | BesideNorms = family.norms) -> Norm | None:
+    def norm(slot: str, of: Norms | BesideNorms = family.norms, factor: float = 1.0) -> Norm | None:
         name = getattr(of, slot)
-        options: Any = {"width": int(config.hidden_size), "centered": family.centered}
+        options: Any = {"width": int(config.hidden_size), "centered": family.centered, "factor": factor}
         return Norm(layer, name, family.one_plus, slot, **options) if name else None
 
     names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
@@ -95,7 +97,9 @@ def build_layer(
     mixer = None if kind in MLPS else MIXERS[kind](layer, family, config, index, around, group)
     if mixer is not None and (family.halves or family.parallel):
         return DecoderLayer(layer, index, mixer, None, below)
-    mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)
+    of_gate, of_down = getattr(config, family.mlp_factors) if family.mlp_factors else (1.0, 1.0)
+    before = norm("before_mlp", factor=of_gate)  # also of `up`, which the branch's factor is divided by
+    mlp, around = getattr(layer, names.mlp), Around(before, norm("after_mlp"), multiplier * of_down / of_gate)
 
     def dense(module: Any, around: Around) -> DenseMlp:
         gate_up, down = group(module, family.gate_up), group(module, (names.down,))

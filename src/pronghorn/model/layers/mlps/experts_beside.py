@@ -35,26 +35,12 @@ FACTOR = "per_expert_scale"
 
 
 class RouterNorm(Norm):
-    """Its module has no weight; the router multiplies by s * D^-1/2."""
+    """Its module has no weight; the router multiplies by s."""
 
     @property
-    def weight(self) -> Tensor:
-        weight: Tensor = self.parameters[0] * self.width**-0.5
-        return weight
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        scale: Any = self.parent.scale
-        return [scale]
-
-    def trains(self) -> bool:
-        return self.parameters[0].requires_grad
-
-    def backward(self, dy: Tensor, x: Tensor, saved: Saved, out: Tensor, add: Tensor | None = None) -> Tensor:
-        found = super().backward(dy, x, saved, out, add)
-        if (of_weight := saved.norm_grads[self.slot]) is not None:
-            of_weight *= self.width**-0.5
-        return found
+    def own(self) -> Tensor:
+        scale: Tensor = self.parent.scale  # type: ignore[assignment]
+        return scale
 
 
 class ExpertsBesideMlp(ExpertsMlp):
@@ -65,7 +51,7 @@ class ExpertsBesideMlp(ExpertsMlp):
         """`arguments`: of ExpertsMlp, whose module is the layer."""
         super().__init__(*arguments)
         self.dense, self.after_experts = dense, after_experts
-        self.of_router = RouterNorm(self.module.router, "norm", False, "before_router", width=self.before.width)
+        self.of_router = RouterNorm(self.module.router, "norm", False, "before_router", factor=self.before.width**-0.5)
 
     @property
     def groups(self) -> tuple[Group, ...]:
