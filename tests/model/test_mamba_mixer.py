@@ -1,4 +1,5 @@
-"""Nemotron-H, Granite 4 and Falcon-H1 against transformers, document by document: loss and all gradients, for every way of training.
+"""Nemotron-H, Granite 4 and Falcon-H1 against transformers, document by document: loss and all gradients, for every way of
+training.
 
 Stock transformers lets the states of a pack go from document to document, so each document is its own batch there."""
 
