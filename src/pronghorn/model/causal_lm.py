@@ -25,7 +25,7 @@ from pronghorn.kernels.lora.nf4_rows import reading_bits
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.families import family_of, holder_of_experts, input_width, num_experts, why_not_fast
+from pronghorn.model.families import family_of, input_width, num_experts, why_not_fast
 from pronghorn.model.head import PackedRows
 from pronghorn.model.heads import head_in
 from pronghorn.model.heads.lm import LmHead
@@ -72,7 +72,7 @@ class FastCausalLM:
         self.layers: list[DecoderLayer] = []
         self.expert_layers: list[int] = []  # indices of layers with experts
         for i, layer in enumerate(self.backbone.layers):
-            slot = None if holder_of_experts(layer, family) is None else len(self.expert_layers)
+            slot = None if family.holder_of_experts(layer) is None else len(self.expert_layers)
             below = self.layers[-1] if self.layers else None
             self.layers.append(build_layer(layer, family, config, i, self.buffers, below, slot=slot, fp8=fp8))
             self.expert_layers += [i] if slot is not None else []

@@ -450,15 +450,6 @@ def expert_kind(config: HFConfig) -> ExpertKind:
     return experts.activation or ACTIVATIONS[activation_name(config)]
 
 
-def holder_of_experts(layer: Any, family: Family) -> Any:
-    """The module of a layer's router and experts; None: it has none."""
-    experts, names = family.experts, family.names
-    if experts is None:
-        return None
-    holder = layer if experts.norms else getattr(layer, experts.beside or names.mlp)
-    return holder if hasattr(holder, "experts") else None
-
-
 def layer_type(config: HFConfig, index: int) -> str:
     """Its mixer: `full_attention`, `sliding_attention`, or another of the family's row."""
     types = getattr(config, "layer_types", None)

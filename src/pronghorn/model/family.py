@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pronghorn.kernels.attention.rope import NormKind
 from pronghorn.kernels.moe.moe_gated import ExpertKind
@@ -108,3 +109,10 @@ class Family:
     layer_scale: str = ""  # name of the layer's buffer that multiplies the residual stream at its end
     by_layer: tuple[str, ...] = ()  # config keys that may have another value in each layer
     experts: Experts | None = None
+
+    def holder_of_experts(self, layer: Any) -> Any:
+        """The module of a layer's router and experts; None: it has none."""
+        if self.experts is None:
+            return None
+        holder = layer if self.experts.norms else getattr(layer, self.experts.beside or self.names.mlp)
+        return holder if hasattr(holder, "experts") else None

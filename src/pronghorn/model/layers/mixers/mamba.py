@@ -73,10 +73,12 @@ class Mamba(Mixer):
     def taps(self) -> Tensor:
         """[X, W], with the factors of u, B and C."""
         weight: Tensor = self.module.conv1d.weight[:, 0]
-        return self._scaled(weight) if any(factor != 1.0 for factor in self.factors[1:4]) else weight
+        return self._scaled(weight)
 
     def _scaled(self, of_columns: Tensor) -> Tensor:
         """Rows of u, B and C times their factors."""
+        if all(factor == 1.0 for factor in self.factors[1:4]):
+            return of_columns
         J, K, N, V = self.heads
         wide = of_columns.to(torch.promote_types(of_columns.dtype, torch.float32))
         parts = wide.split([N * V, J * K, J * K])
