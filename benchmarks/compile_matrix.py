@@ -179,6 +179,19 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "num_key_value_heads": 4,
         "layer_types": ["linear_attention"],
     },
+    "falcon-h1-1.5b": {
+        "model_type": "falcon_h1",
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_d_ssm": 3072,
+        "mamba_n_heads": 48,
+        "mamba_d_state": 256,
+        "ssm_multipliers": [0.5, 0.25, 0.25, 0.5, 0.5],
+        "mlp_multipliers": [0.5, 0.25],
+    },
     "nemotron-3-nano": {
         "model_type": "nemotron_h",
         "hidden_size": 2688,
@@ -241,12 +254,17 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("apertus-8b", "full"), Case("arcee-4.5b"), Case("hunyuan-7b", "full"),
     Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000), Case("gemma-4-12b", shared=True), Case("glm-4.7-flash"),
+    *(
+        Case("gemma-4-26b-a4b-6layers", method, experts=True, changes={"layer_types": ["full_attention"]})
+        for method in ("lora", "qlora", "fp8")
+    ),
+    Case("gemma-4-26b-a4b-6layers", "full", changes={"layer_types": ["full_attention"], "num_experts": 8}),
     Case("gemma-4-e2b", changes={"num_hidden_layers": 4}), Case("gemma-4-e2b", "full", changes={"num_hidden_layers": 4}),
     Case("lfm2-1.2b", shared=True), Case("lfm2-1.2b", "full", shared=True),
     Case("glm-4.7-flash", changes={"qk_nope_head_dim": 128, "v_head_dim": 128}),  # DeepSeek-V3's heads
     Case("command-r7b"), Case("command-r7b", "full"), Case("trinity-mini"),
     Case("qwen3.5-9b"), Case("qwen3.5-9b", "full"), Case("qwen3.5-9b", changes={"layer_types": ["full_attention"]}),
-    Case("nemotron-3-nano"), Case("nemotron-3-nano", "full"),
+    Case("nemotron-3-nano"), Case("nemotron-3-nano", "full"), Case("falcon-h1-1.5b"), Case("falcon-h1-1.5b", "full"),
     *(Case("nemotron-3-nano", method, experts=True, changes={"layers_block_type": ["moe"]}) for method in ("lora", "qlora")),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip

@@ -98,7 +98,7 @@ KERNEL_ARROWS = {
     "gemm": {"runtime", "mlp"},
     "lora": {"runtime", "gemm", "mlp", "quant"},
     "attention": {"runtime", "norm"},
-    "moe": {"runtime", "quant"},
+    "moe": {"runtime", "quant", "mlp"},
     "loss": {"runtime", "gemm"},
     "optim": {"runtime", "quant"},
     "embedding": {"runtime"},

@@ -173,6 +173,23 @@ MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random
     },
     # Of 48 layers every sixth is global; here the sixth and, as the config demands, the last.
     "gemma-4-12b-8layers": _sized(_GEMMA_4, 3840, 15360, 8, tied=True),
+    # Experts beside the dense MLP of every layer. Sizes from memory.
+    "gemma-4-26b-a4b-6layers": _sized(
+        _GEMMA_4
+        | {
+            "model_type": "gemma4_text",
+            "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+        2816,
+        2112,
+        6,
+        tied=True,
+    ),
     # The first layer is dense, as it is published.
     "glm-4.7-flash-4layers": _sized(_GLM_FLASH, 2048, 10240, 4),
     "tiny-delta": _sized(

@@ -311,11 +311,16 @@ def test_the_converter_sees_data_and_no_code(base: Path, tmp_path: Path) -> None
             {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "num_local_experts": 0},
             {"layer_types": ["mamba", "attention"], "num_experts_per_tok": None},
         ),
+        (
+            "gemma4_text",
+            {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "global_head_dim": 64},
+            {"global_head_dim": 64, "head_dim": 256, "model_type": None},
+        ),
         ("llama", {}, {"model_type": "llama"}),
     ],
 )
 def test_configs_have_the_converters_words(kind: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Small models of all of these with Mamba-2, converted so, answered in llama.cpp as in transformers."""
+    """Small models of all of these with Mamba-2, and of Gemma 4, converted so, answered in llama.cpp as in transformers."""
     found = gguf_convert.in_its_words(AutoConfig.for_model(kind, **values).to_dict())
     assert {key: found.get(key) for key in expected} == expected
 

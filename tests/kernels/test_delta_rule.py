@@ -109,6 +109,7 @@ ROWS = [
             (torch.float32, [200], Heads(1, 256, 2, 64), 1, False),
             (torch.bfloat16, [2048, 700, 1], Heads(2, 128, 16, 64), 30, True),
             (torch.float16, [300, 700, 1], Heads(1, 128, 48, 64), 4, True),
+            (torch.bfloat16, [300, 700, 1], Heads(1, 256, 48, 64), 4, True),  # Falcon-H1
         ]
         if CUDA
         else []

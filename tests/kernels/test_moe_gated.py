@@ -1,4 +1,4 @@
-"""The experts' activation: gpt-oss's clamped one, SiLU, and relu^2 without a gate, with bias and routing weights, against
+"""The experts' activation: gpt-oss's clamped one, SiLU, GELU, and relu^2 without a gate, with bias and routing weights, against
 float64 truth."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pronghorn.kernels.moe.moe_gated import (
 )
 from tables import covering, table
 
-SILU, CLAMPED = ExpertActivation("silu"), ExpertActivation("clamped", limit=2.0, alpha=1.702)
+SILU, GELU = ExpertActivation("silu"), ExpertActivation("gelu_tanh")
+CLAMPED = ExpertActivation("clamped", limit=2.0, alpha=1.702)
 
 
 def transformers_gpt_oss(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
@@ -31,7 +32,7 @@ def transformers_gpt_oss(gate_up: torch.Tensor, limit: float, alpha: float) -> t
     [
         (activation, dtype, *size, with_bias)
         for activation, dtype, size, with_bias in covering(
-            [SILU, CLAMPED, RELU2],
+            [SILU, GELU, CLAMPED, RELU2],
             [torch.float32, torch.bfloat16, torch.float16],
             [(1, 1, 64), (3, 2, 96), (1, 3, 2500)],
             [False, True],
@@ -71,7 +72,7 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
 
 def test_gradients_may_lie_on_their_inputs(device: str) -> None:
     order = torch.arange(3, dtype=torch.int32, device=device)
-    for activation in (SILU, CLAMPED, RELU2):
+    for activation in (SILU, GELU, CLAMPED, RELU2):
         gu, da = torch.randn(3, 40 * activation.parts, device=device), torch.randn(3, 40, device=device)
         expected = expert_gated_backward(da, gu, activation, order)
         found = expert_gated_backward(da, gu, activation, order, out=gu, activation_out=da)
@@ -98,6 +99,8 @@ def test_nan_and_infinity_are_not_hidden(device: str) -> None:
     assert a[1, 0].isnan()
     assert a[:, 1:].isfinite().all()
     assert expert_gated_forward(gu, RELU2)[0, 0].isnan()
+    assert expert_gated_forward(gu, GELU)[0, 0].isnan()
     big = torch.full((1, 8), 1e30, device=device)
     assert expert_gated_forward(big, CLAMPED).isfinite().all()
-    assert expert_gated_forward(-big, SILU).isfinite().all()
+    for activation in (SILU, GELU):
+        assert expert_gated_forward(-big, activation).isfinite().all()

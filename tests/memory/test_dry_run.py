@@ -232,9 +232,10 @@ HELD: dict[tuple[str, str, Level, int], tuple[int, int]] = {
     ("llama-8b", "linears", "gate_up", 4): (1101, 1123),
     ("llama-8b-fp8", "linears", "nothing", 1): (2508, 2747),
     ("llama-8b-fp8", "linears", "layer", 4): (802, 1333),
-    ("gpt-oss-20b-4layers", "experts", "gate_up", 1): (1055, 1624),
+    # forwards of mixtures: 1055 and 674 before the activation was freed ahead of the weighted sum, one tensor of tokens (T x D)
+    ("gpt-oss-20b-4layers", "experts", "gate_up", 1): (1008, 1624),
     # its forward: 904 before a layer freed what its mixer does not keep ahead of the experts
-    ("qwen3-30b-a3b-4layers", "linears", "layer", 1): (674, 904),
+    ("qwen3-30b-a3b-4layers", "linears", "layer", 1): (641, 904),
 }
 
 
@@ -311,6 +312,14 @@ MIXED = {
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": 300,
     },
+    "gemma4_text, experts": {
+        "layer_types": ["sliding_attention"] + ["full_attention"] * 3,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 256,
+    },
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512, "mamba_d_state": 32},
     "qwen3_5_text": STATES,
     "nemotron_h": {"layers_block_type": ["linear_attention"] + ["moe"] * 3, "moe_intermediate_size": 256} | MAMBA,
 }
@@ -324,11 +333,14 @@ MIXED = {
         ("lfm2", "mixed"),
         ("qwen3_5_text", "mixed"),
         ("nemotron_h", "layer"),
+        ("falcon_h1", "mixed"),
         ("glm4_moe", "layer"),
         ("glm4_moe_lite", "mixed"),
         ("glm4_moe_lite", ""),
         ("gemma4_text", "mixed"),
         ("gemma4_text, as E2B", "mixed"),
+        ("gemma4_text, experts", "mixed"),
+        ("gemma4_text, experts", "layer"),
         ("gemma4_text, as E2B", "layer"),
     ],
 )
@@ -338,7 +350,7 @@ def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_m
     name = family.split(",", maxsplit=1)[0]
     config = AutoConfig.for_model(name, **(SMALL | (DENSE | EXPERTS).get(name, {}) | sizes | MIXED[family]))
     job = Job(shape_of(config), 2048, rank=4, optimizer="adamw")
-    assert job.shape.kinds == ((0, 1, 2, 3) if "E2B" in family else (0, 1, 1, 1))
+    assert job.shape.kinds == {"gemma4_text, as E2B": (0, 1, 2, 3), "falcon_h1": (0, 0, 0, 0)}.get(family, (0, 1, 1, 1))
     problem = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 0)
     choices = {"": [KEEP] * 4, "layer": [Choice("layer")] * 4, "mixed": [Choice("layer"), Choice("gate_up"), KEEP, KEEP]}[
         levels

@@ -20,6 +20,7 @@ MODELS = {
     "llama": make_model,
     "heads by layer": lambda: test_decoder_layer.model_of("gemma4_unified_text", "full", torch.float32),
     "states": lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full"),
+    "states beside pages": lambda: test_mamba_mixer.model_of("falcon_h1", "full"),
     "states of Mamba-2": lambda: test_mamba_mixer.model_of("nemotron_h", "full"),
 }
 

@@ -57,6 +57,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0], "num_hidden_layers": 2},
     "exaone4": KINDS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
+    "falcon_h1": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_ssm": 32,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "key_multiplier": 0.75,
+        "attention_in_multiplier": 1.25,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.6,
+        "ssm_multipliers": [0.875, 1.125, 0.75, 1.25, 0.625],
+        "mlp_multipliers": [1.4, 0.7],
+    },
     "olmoe": {key: EXPERTS[key] for key in ("num_experts", "num_experts_per_tok")},
     "gpt_oss": {
         **KINDS,
@@ -67,13 +83,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **({"swiglu_limit": 0.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}),
     },
 }
-FIRST = ("phi3", "gemma2", "granite_swa", "ministral3", "gpt_oss")  # which have all kinds of numbers
+FIRST = ("phi3", "gemma2", "granite_swa", "ministral3", "gpt_oss", "falcon_h1")  # which have all kinds of numbers
 # Other shapes, or other tokens: not numbers of the formula.
 SIZES = {*SMALL, "num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "bos_token_id",
          "eos_token_id", "tie_word_embeddings", "chunk_size_feed_forward", "attention_bias", "mlp_bias", "qkv_bias", "use_bias",
          "return_dict", "output_hidden_states", "is_encoder_decoder", "use_cache", "pretraining_tp", "mlp_only_layers",
          "output_router_logits", "decoder_sparse_step", "no_rope_layer_interval", "use_post_norm",
-         "partial_rotary_factor", } - {"max_position_embeddings", "rms_norm_eps"}  # fmt: skip
+         "partial_rotary_factor", "mamba_n_heads", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_d_conv", "mamba_n_groups",
+         "mamba_rms_norm", "mamba_conv_bias", "mamba_proj_bias", "projectors_bias"} - {"max_position_embeddings", "rms_norm_eps"}  # fmt: skip
 TOKENS = 260
 
 

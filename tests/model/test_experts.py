@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_decoder_layer import (
+    GEMMA4,
     LATENT,
     NTK_ALPHA,
     SMALL,
@@ -170,6 +171,17 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
         sliding_window=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "gemma4_text, experts": AutoConfig.for_model(
+        "gemma4_text",
+        **(SMALL | GEMMA4),
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=24,
+    ),
     "hy_v3": AutoConfig.for_model(
         "hy_v3",
         **SMALL,
@@ -192,13 +204,13 @@ def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_config(copy.deepcopy(ROWS[family]), attn_implementation="eager")
     model.set_experts_implementation("eager")
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name or "sinks" in name:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+        if "norm" in name or "bias" in name or "sinks" in name or "scale" in name:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name or "scale" in name else 0.0, std=0.3)
         elif "experts" in name or "router" in name or ".gate." in name:
             torch.nn.init.normal_(parameter, std=0.2)
     for name, buffer in model.named_buffers():
-        if "e_score_correction_bias" in name:
-            torch.nn.init.normal_(buffer, std=0.2)
+        if "e_score_correction_bias" in name or "layer_scalar" in name:
+            torch.nn.init.normal_(buffer, mean=float("layer_scalar" in name), std=0.2)
     model = model.to(dtype)
     if method == "full":
         return model.train()
@@ -348,16 +360,17 @@ def test_generation_is_the_familys_own(family: str) -> None:
             ("qwen2_moe", ("all-linear", "experts")),
             ("qwen3_moe, a dense layer", "all-linear"),  # of which the dense layer's linears are none
             ("mixtral", ("all-linear", "experts")),
+            ("gemma4_text, experts", ("all-linear", "experts")),
             *((family, ("all-linear", "experts")) for family in FAMILIES if family not in ("qwen2_moe", "mixtral")),
             ("qwen2_moe", EXPERTS),
             ("qwen2_moe", "all-linear"),
         ],
-        4,
+        5,
     ),
 )
 def test_adapters_load_in_stock_peft_with_equal_logits(family: str, targets: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]))
+    base = AutoModelForCausalLM.from_config(copy.deepcopy(ROWS[family]))
     base.save_pretrained(tmp_path / "base")
     model = add_adapter(base, Lora(r=4, targets=targets), seed=1)
     assert not install(model)

@@ -113,13 +113,18 @@ def rounded(family: str, targets: str) -> Any:
     return model
 
 
+def choose_all(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token goes to all experts."""
+    config = copy.deepcopy(CONFIGS[family])
+    setattr(config, "top_k_experts" if hasattr(config, "top_k_experts") else "num_experts_per_tok", 4)
+    monkeypatch.setitem(CONFIGS, family, config)
+
+
 @pytest.mark.parametrize("family", first_of(CONFIGS, 2))
 def test_loss_and_every_gradient_follow_the_dequantized_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token goes to all experts, so that rounding cannot choose others. Measured: cosine of the whole gradient 0.975 to
     0.998, of the modules' own products 0.985 to 0.999; errors 0.9 to 1.2 times theirs."""
-    config = copy.deepcopy(CONFIGS[family])
-    config.num_experts_per_tok = 4
-    monkeypatch.setitem(CONFIGS, family, config)
+    choose_all(family, monkeypatch)
     ratios = []
     for targets, batch in (("attention", single_batch()), ("experts", packed_batch(documents=20, capacity=1024))):
         ours = result_of(model_of(family, targets), batch)
@@ -178,9 +183,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 @on_a_gpu
 @pytest.mark.parametrize(("family", "targets"), gpu_rows(itertools.product(CONFIGS, TARGETS)))
 def test_on_a_gpu(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = copy.deepcopy(CONFIGS[family])
-    config.num_experts_per_tok = 4
-    monkeypatch.setitem(CONFIGS, family, config)
+    choose_all(family, monkeypatch)
     batch = packed_batch(documents=20, capacity=1024)
     reference = dequantized(family, targets)
     truth = gradients(reference, own_loss(reference, batch))

@@ -44,6 +44,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "initializer_range": 0.2,  # in FP8, its gate multiplies more errors
         },
     ),
+    "gemma4, experts": (
+        "gemma4_text",
+        DENSE | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+    ),
     "gemma4 unified": ("gemma4_unified_text", {"attention_k_eq_v": True, "tie_word_embeddings": False}),
 }
 
@@ -55,7 +59,7 @@ def config_of(kind: str, **changes: Any) -> Any:
 
 def drawn(model: Any) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "norm" in name or "layer_scalar" in name:
+        if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             # Scores of q and k of length sqrt(H) without a factor decide all: float32 in transformers' norms would be seen.
             torch.nn.init.normal_(tensor, mean=0.4 if "q_norm" in name or "k_norm" in name else 1.0, std=0.1)
     return model
@@ -67,7 +71,7 @@ def model_of(kind: str, method: str) -> Any:
     if method == "full":
         return model.train()
     if method in ("nf4", "fp8"):
-        store_linears_(model, FORMATS[method], skip=("lm_head",))
+        store_linears_(model, FORMATS[method])
     model.requires_grad_(False)
     model = add_adapter(model, Lora(r=4, dora=method == "dora"), seed=1)
     for name, parameter in model.named_parameters():
@@ -101,8 +105,13 @@ def test_float64_agrees_to_more_digits(kind: str) -> None:
     assert_same(fast(model), expected, 1e-6)  # cos and sin are float32
 
 
-@pytest.mark.parametrize("stored", ["nf4", "fp8"])
-@pytest.mark.parametrize("kind", ["gemma4, keys are values", "gemma4, as E2B"])
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        *itertools.product(["gemma4, keys are values", "gemma4, as E2B"], ["nf4", "fp8"]),
+        ("gemma4, experts", "nf4"),  # rounded rows would choose other experts: test_fp8_moe_layer.py
+    ],
+)
 def test_frozen_weights_in_few_bits(kind: str, stored: str) -> None:
     model, twin = model_of(kind, stored), model_of(kind, stored)
     assert_as_dequantized(model, twin, stored)
@@ -127,7 +136,7 @@ def test_what_is_refused_says_so() -> None:
     assert why_not_fast(config_of("gemma4 unified", use_bidirectional_attention="vision")) == ""
     for changes, why in (
         ({"num_kv_shared_layers": 3}, "and there is none (num_kv_shared_layers"),
-        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "experts beside the dense MLP (enable_moe_block"),
+        ({"enable_moe_block": True, "num_experts": 4}, "how many each token uses"),
         ({"use_bidirectional_attention": "all"}, "not causal"),
         ({"attention_bias": True}, ""),
         ({"per_layer_config": {1: {"intermediate_size": 32}}}, "different values of intermediate_size by layer"),

@@ -60,6 +60,18 @@ CONFIGS: dict[str, Any] = {
         mlp_layer_types=["sparse", "sparse"],
         initializer_range=0.02,
     ),
+    "gemma4_text": AutoConfig.for_model(
+        "gemma4_text",
+        **(SIZES | {"initializer_range": 0.05}),
+        global_head_dim=16,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        moe_intermediate_size=64,
+        top_k_experts=2,
+    ),
 }
 TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", "experts")}
 LORA = Lora(r=4, targets=("all-linear", "experts"))
@@ -80,7 +92,8 @@ def quantized_model(
     model.set_experts_implementation("eager")
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+            mean = 0.4 if "gemma4" in family and ("q_norm" in name or "k_norm" in name) else 1.0  # scores have no factor there
+            torch.nn.init.normal_(parameter, mean=mean if "norm" in name else 0.0, std=0.3)
         elif "experts" in name or "router" in name or ".gate." in name:
             torch.nn.init.normal_(parameter, std=0.2)
     for name, buffer in model.named_buffers():

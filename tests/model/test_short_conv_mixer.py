@@ -4,12 +4,15 @@ Stock transformers lets the convolutions of a pack see other documents, so each 
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from test_decoder_layer import whole_float64
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -115,13 +118,42 @@ def gradients(model: Any, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), found
 
 
-def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]], tolerance: float) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+Result = tuple[float, dict[str, Tensor]]
+
+
+def away(found: Result, expected: Result) -> dict[str, float]:
+    """The largest difference of each gradient, by its largest number."""
     assert found[1].keys() == expected[1].keys()
     largest = max(float(truth.abs().max()) for truth in expected[1].values())
-    for name, truth in expected[1].items():  # queries with one key have no gradient, but noise
-        away = float((found[1][name] - truth).abs().max() / truth.abs().max().clamp(min=1e-3 * largest))
-        assert away <= tolerance, (name, away)
+    return {  # queries with one key have no gradient, but noise
+        name: float((found[1][name] - truth).abs().max() / truth.abs().max().clamp(min=1e-3 * largest))
+        for name, truth in expected[1].items()
+    }
+
+
+def assert_same(found: Result, expected: Result, tolerance: float) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    for name, distance in away(found, expected).items():
+        assert distance <= tolerance, (name, distance)
+
+
+def assert_float32_is_as_exact(model: Any, packs: tuple[tuple[int, ...], ...]) -> None:
+    """In float32 all gradients are within 1e-5 of float64's, or at most twice as far as transformers' own in float32: of all
+    of them, since single ones are draws (docs/log/2026-11-19-float32-of-states.md)."""
+    wide = copy.deepcopy(model).double()
+    with whole_float64(wide):
+        truths = [own(wide, lengths) for lengths in packs]
+    theirs = [away(own(model, lengths), truth) for lengths, truth in zip(packs, truths, strict=True)]
+    assert install(model) == ""
+    for lengths, truth, other in zip(packs, truths, theirs, strict=True):
+        found = fast(model, lengths)
+        assert found[0] == pytest.approx(truth[0], rel=1e-6)
+        errors = away(found, truth)
+        assert max(errors.values()) <= 1e-5 or math.hypot(*errors.values()) <= 2 * math.hypot(*other.values()), (
+            lengths,
+            max(errors.values()),
+            max(other.values()),
+        )
 
 
 @pytest.mark.parametrize(

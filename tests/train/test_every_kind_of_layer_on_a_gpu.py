@@ -12,6 +12,7 @@ from pronghorn.model.causal_lm import install
 
 KINDS = (
     "gemma4_text, as E2B",
+    "gemma4_text, experts",
     "cohere2",
     "muse_glimmer",
     "afmoe",
@@ -26,6 +27,7 @@ KINDS = (
     "nemotron_h",
     "nemotron_h, experts",
     "granitemoehybrid, experts",
+    "falcon_h1",
 )
 
 

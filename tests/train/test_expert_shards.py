@@ -13,7 +13,7 @@ import torch
 from rank_processes import in_ranks
 from test_ranks import apart
 from test_shards import PACK, copied, distance, trained
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from watching import RecipeFor, Silent, losses_of, saved
 
 from pronghorn.errors import RecipeError
@@ -34,6 +34,17 @@ QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 MODELS: dict[str, Any] = {
     "adapters": Qwen3MoeConfig(**SMALL, **QWEN, num_experts=5),
     "nf4, shared expert": Qwen2MoeConfig(**SMALL, **QWEN, num_experts=4, shared_expert_intermediate_size=64),
+    "beside an MLP": AutoConfig.for_model(
+        "gemma4_text",
+        **SMALL,
+        global_head_dim=16,
+        sliding_window=16,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+    ),
     "biases, transposed": GptOssConfig(**SMALL, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2),
 }
 CHANGES: dict[str, dict[str, Any]] = {"nf4, shared expert": {"method": "qlora"}, "adapters": {"memory": {"budget": "8GB"}}}

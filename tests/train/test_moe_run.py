@@ -31,11 +31,24 @@ CONFIGS: dict[str, Any] = {  # by sizes
     "qwen3_moe": lambda sizes: Qwen3MoeConfig(**sizes, **QWEN, moe_intermediate_size=64),
     "qwen2_moe": lambda sizes: Qwen2MoeConfig(**sizes, **QWEN, moe_intermediate_size=32, shared_expert_intermediate_size=64),
     "gpt_oss": lambda sizes: GptOssConfig(**sizes, **LOCAL, sliding_window=16),
+    "gemma4_text": lambda sizes: AutoConfig.for_model(
+        "gemma4_text",
+        **sizes,
+        global_head_dim=16,
+        sliding_window=16,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+    ),
 }
 
 
 # Adapters of both families load in stock PEFT in test_experts.py; here each method once.
-@pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "qlora"), ("gpt_oss", "full")])
+@pytest.mark.parametrize(
+    ("family", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "qlora"), ("gpt_oss", "full"), ("gemma4_text", "lora")]
+)
 def test_a_run_learns_counts_its_experts_and_exports(family: str, method: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = recipe_for(
@@ -100,6 +113,7 @@ def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
             ("gpt_oss", {"method": "full"}),
             ("qwen3_moe", {"method": "qlora"}),
             ("qwen2_moe", {"method": "fp8"}),
+            ("gemma4_text", {"method": "qlora"}),
         ],
         2,
     ),

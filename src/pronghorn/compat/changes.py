@@ -60,6 +60,7 @@ CONFIG = (
     "hidden_size",
     "output_router_logits",
     "num_experts_per_tok",
+    "top_k_experts",
     "norm_topk_prob",
     "clip_qkv",
     "layer_rope_theta",

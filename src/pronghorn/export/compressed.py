@@ -5,8 +5,9 @@
                              activations stay in 16 bits
 
 Embeddings, norms, routers, the head and what is beside the text model stay in 16 bits, and so do experts whose files have them
-in one tensor (gpt-oss). Weights are rounded once, from the float32 sum of base and adapter. What was trained on in the same
-format and has no adapter leaves with the bytes it was trained on; `fp8:base` is that of every weight, with the adapter beside.
+in one tensor (gpt-oss, Gemma 4). Weights are rounded once, from the float32 sum of base and adapter. What was trained on in the
+same format and has no adapter leaves with the bytes it was trained on; `fp8:base` is that of every weight, with the adapter
+beside.
 """
 
 from __future__ import annotations

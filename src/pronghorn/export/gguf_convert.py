@@ -40,6 +40,8 @@ OLDER_WORDS = {"linear_attention": "mamba", "full_attention": "attention"}
 PATTERN = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 # Of experts, to the converter. Every config of these families has them.
 SIGNS = ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group")
+# Of Gemma 4's global layers, which transformers 5.22 lists layer by layer, to the converter.
+GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken")
 
 
@@ -178,8 +180,14 @@ def _rewrite(link: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 
 def in_its_words(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json as the converter understands it: transformers 5.22 has other words for layers with Mamba-2, and also for what
-    it reads. Without a model type, the converter reads the file itself."""
+    """config.json as the converter understands it: transformers 5.22 has other words for layers with Mamba-2 and for Gemma 4's
+    heads, and also for what it reads. Without a model type, the converter reads the file itself."""
+    text = config.get("text_config") or config
+    if by_layer := str(text.get("model_type")).startswith("gemma4") and text.get("per_layer_config"):
+        words = {GLOBAL[key]: value for key, value in next(iter(by_layer.values())).items() if key in GLOBAL}
+        text = {**text, **words}
+        changed = {**config, "text_config": text} if "text_config" in config else text
+        return {key: value for key, value in changed.items() if key != "model_type"}
     kind, layers = config.get("model_type"), config.get("layer_types") or config.get("layers_block_type") or []
     if kind not in ("granitemoehybrid", "nemotron_h") or not set(layers) <= PATTERN.keys():
         return config

@@ -39,7 +39,7 @@ def refuse(job: Job) -> None:
     if _has_experts(job):
         kind = text_config(read_config(job.recipe.model)).model_type
         family = FAMILIES.get(kind)
-        if family is None or family.experts is None or family.experts.transposed:
+        if family is None or family.experts is None or family.experts.whole:
             raise _merge_first(
                 f"adapters of {kind}'s experts cannot be served", "its files do not name each expert's linear layers"
             )

@@ -8,7 +8,7 @@ the `Cache` of their `Documents` (model/layers/types.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.mamba import Mamba
 from pronghorn.model.layers.mixers.short_conv import ShortConv
+from pronghorn.model.layers.part import Mixer
 from pronghorn.model.layers.types import Documents, Inputs
 from pronghorn.model.read_ahead import free_memory
 
@@ -55,16 +56,24 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def mixers_of(engine: FastCausalLM) -> Iterator[tuple[int, Mixer]]:
+    """Each with its layer's number; a layer may have two."""
+    for layer in engine.layers:
+        for mixer in (layer.mixer, layer.mixer and layer.mixer.beside):
+            if mixer is not None:
+                yield layer.index, mixer
+
+
 def bytes_of_a_token(engine: FastCausalLM, dtype: torch.dtype) -> int:
     """The size of its keys and values in all layers."""
-    mixers = [mixer for layer in engine.layers if isinstance(mixer := layer.mixer, Attention) and mixer.source is None]
+    mixers = [mixer for _, mixer in mixers_of(engine) if isinstance(mixer, Attention) and mixer.source is None]
     return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
 
 
 def bytes_of_a_slot(engine: FastCausalLM, dtype: torch.dtype) -> int:
     """What convolutions and states keep at its place and at a prompt's: 100 MB for Qwen3.5-9B."""
     found = 0
-    for mixer in (layer.mixer for layer in engine.layers):
+    for _, mixer in mixers_of(engine):
         if isinstance(mixer, ShortConv | GatedDelta | Mamba):
             channels, taps = mixer.taps.shape
             found += 2 * (taps - 1) * channels * dtype.itemsize
@@ -96,16 +105,16 @@ class MixerStates:
         self.pages: dict[int, tuple[Tensor, Tensor]] = {}
         self.inputs: dict[int, Tensor] = {}  # [places, W - 1, D], the oldest first
         self.states: dict[int, Tensor] = {}  # [places, N, K, V], float32
-        for layer in engine.layers:
-            if isinstance(layer.mixer, Attention) and layer.mixer.source is None:
-                shape = (pages, layer.mixer.kv_heads, PAGE, layer.mixer.head_width)
-                self.pages[layer.index] = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))  # type: ignore[assignment]
-            elif isinstance(layer.mixer, ShortConv | GatedDelta | Mamba):
-                channels, taps = layer.mixer.taps.shape
-                self.inputs[layer.index] = torch.zeros(places, taps - 1, channels, dtype=dtype, device=device)
-            if isinstance(layer.mixer, GatedDelta | Mamba):
-                _, K, N, V = layer.mixer.heads
-                self.states[layer.index] = torch.zeros(places, N, K, V, dtype=torch.float32, device=device)
+        for index, mixer in mixers_of(engine):
+            if isinstance(mixer, Attention) and mixer.source is None:
+                shape = (pages, mixer.kv_heads, PAGE, mixer.head_width)
+                self.pages[index] = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))  # type: ignore[assignment]
+            elif isinstance(mixer, ShortConv | GatedDelta | Mamba):
+                channels, taps = mixer.taps.shape
+                self.inputs[index] = torch.zeros(places, taps - 1, channels, dtype=dtype, device=device)
+            if isinstance(mixer, GatedDelta | Mamba):
+                _, K, N, V = mixer.heads
+                self.states[index] = torch.zeros(places, N, K, V, dtype=torch.float32, device=device)
 
     @property
     def at_places(self) -> list[Tensor]:

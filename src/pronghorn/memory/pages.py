@@ -8,7 +8,7 @@ import math
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention_paged import PAGE
 from pronghorn.model.families import FAMILIES, heads_of, layer_type, shares_keys
-from pronghorn.model.family import ATTENTION
+from pronghorn.model.family import ATTENTION, HYBRID
 from pronghorn.recipe_rollouts import OWN, Rollouts
 
 LOGITS = 3  # float32 tensors of a row's logits at a time, while it is drawn from
@@ -32,10 +32,10 @@ def answering_bytes(spec: Rollouts, config: HFConfig, longest_prompt: int, eleme
         return 0
     text = config.get_text_config()
     kinds = [layer_type(text, index) for index in range(int(text.num_hidden_layers))]
-    writes = [i for i, kind in enumerate(kinds) if kind in ATTENTION and not shares_keys(text, i)]
+    writes = [i for i, kind in enumerate(kinds) if kind in (*ATTENTION, HYBRID) and not shares_keys(text, i)]
     of_a_token = sum(math.prod(heads_of(text, i)) for i in writes)
     kept = stored_tokens(spec, longest_prompt) * 2 * of_a_token * element
-    if with_states := kinds.count("linear_attention"):
+    if with_states := sum(kind in ("linear_attention", HYBRID) for kind in kinds):
         kept += 2 * (slots_of(spec) + 1) * with_states * _state_bytes(text, element)
     return kept + LOGITS * 4 * slots_of(spec) * int(text.vocab_size)
 

@@ -72,8 +72,7 @@ class FastCausalLM:
         self.layers: list[DecoderLayer] = []
         self.expert_layers: list[int] = []  # indices of layers with experts
         for i, layer in enumerate(self.backbone.layers):
-            with_experts = family.experts and getattr(layer, family.experts.beside or family.names.mlp)
-            slot = len(self.expert_layers) if with_experts is not None and hasattr(with_experts, "experts") else None
+            slot = None if family.holder_of_experts(layer) is None else len(self.expert_layers)
             below = self.layers[-1] if self.layers else None
             self.layers.append(build_layer(layer, family, config, i, self.buffers, below, slot=slot, fp8=fp8))
             self.expert_layers += [i] if slot is not None else []

@@ -39,7 +39,7 @@ SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "n_heads"), HEADS),
     "num_global_key_value_heads": HEADS,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), EXPERTS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "top_k_experts"), EXPERTS),
     "vocab_size": VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), POSITIONS),
 }
@@ -170,7 +170,7 @@ def require_consistent(config: HFConfig, where: str) -> None:
                 where,
                 "the number of attention heads must be a multiple of the number of key/value heads",
             )
-    chosen = getattr(text, "num_experts_per_tok", None)
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts > 0:
         raise _changed(f"config.json says {chosen} experts per token out of {experts}", where)

@@ -11,8 +11,9 @@ from typing import Any
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.mlp.gated_mlp import Kind
+from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
-from pronghorn.model.family import ATTENTION, Experts, Family, Names, Norms
+from pronghorn.model.family import ATTENTION, HYBRID, BesideNorms, Experts, Family, Names, Norms
 
 EXPERTS = "experts"  # among lora.targets: every stack of experts
 
@@ -45,6 +46,9 @@ DEEPSEEK_V3 = Experts(
 
 GEMMA4 = Family(
     norms=SANDWICH, qk_norm="per_head", v_norm=True, layer_scale="layer_scalar", by_layer=("head_dim", "num_key_value_heads")
+)
+BESIDE = BesideNorms(
+    "post_feedforward_layernorm_1", before_experts="pre_feedforward_layernorm_2", after_experts="post_feedforward_layernorm_2"
 )
 LFM2 = Family(
     norms=Norms(before_attention="operator_norm", before_mlp="ffn_norm"),
@@ -89,7 +93,7 @@ FAMILIES = {
     "phi3": Family(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     "gemma2": Family(norms=SANDWICH, one_plus=True),
     "gemma3_text": Family(norms=SANDWICH, one_plus=True, qk_norm="per_head"),
-    "gemma4_text": GEMMA4,
+    "gemma4_text": replace(GEMMA4, experts=Experts(router="router.proj", shared="", shared_gate="", norms=BESIDE)),
     "gemma4_unified_text": GEMMA4,
     "granite": Family(),
     "olmo2": Family(norms=AFTER_ONLY, qk_norm="full"),
@@ -183,6 +187,14 @@ FAMILIES = {
         rope_key="position_embedding_type",
         experts=Experts(router="router", beside="block_sparse_moe", shared="", shared_gate=""),
     ),
+    "falcon_h1": Family(
+        norms=Norms(before_mlp="pre_ff_layernorm"),
+        names=Names(last_norm="final_layernorm", mamba="mamba", mlp="feed_forward"),
+        mixers=(HYBRID,),
+        states=("mamba_n_groups", "mamba_d_state", "mamba_n_heads", "mamba_d_head", "mamba_d_conv"),
+        mlp_factors="mlp_multipliers",
+        logits_times="lm_head_multiplier",
+    ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
@@ -248,7 +260,6 @@ def ties_embeddings(config: HFConfig) -> bool:
 
 
 # Config keys that add what no fast layer computes.
-ADDITIONS = {"enable_moe_block": "experts beside the dense MLP"}
 NO_ROPE = "none"  # the kind of RoPE of layers that have none
 
 
@@ -262,8 +273,6 @@ def why_not_fast(config: HFConfig) -> str:
     family = FAMILIES[config.model_type]
     if activation_name(config) not in (ACTIVATIONS if family.gated else UNGATED):
         return f"the fast layers do not support the activation {activation_name(config)} in {config.model_type}"
-    if family.experts and activation_name(config) not in ("silu", "swish", "relu2"):
-        return f"the fast layers do not support the activation {activation_name(config)} for experts"
     for name in DROPOUTS:
         if value := getattr(config, name, 0.0):
             return f"{name} is {value:g} in config.json, which the fast layers do not apply; set it to 0 there to use them"
@@ -288,8 +297,12 @@ def why_not_layers(config: HFConfig) -> str:
         return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
     if family.names.mamba and ACTIVATIONS.get(str(getattr(config, "hidden_act", "silu"))) != "silu":
         return f"the fast layers do not support the activation {config.hidden_act} of convolutions"
-    if added := next((key for key in ADDITIONS if getattr(config, key, None)), ""):
-        return f"the fast layers do not support {ADDITIONS[added]} ({added} in its config)"
+    if family.mlp_factors:
+        biased = ("attention_bias", "mlp_bias", "mamba_proj_bias")  # multiplied by some of the factors, not by all
+        if own := next((key for key in biased if getattr(config, key, False)), ""):
+            return f"the fast layers do not support {own} in {config.model_type}"
+        if config.mamba_rms_norm and config.mamba_norm_before_gate:
+            return f"the fast layers do not support a norm before the gate in {config.model_type} (mamba_norm_before_gate)"
     if family.qk_norm is None and "use_qk_norm" in fields_of(config) and config.use_qk_norm:
         return f"the fast layers do not support norms of queries and keys in {config.model_type} (use_qk_norm)"
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and not config.sliding_window:
@@ -330,12 +343,12 @@ def input_width(config: HFConfig) -> int:
 def why_not_routed(config: HFConfig) -> str:
     """What of the routing the fast layers do not support; empty if they support all of it."""
     experts = FAMILIES[config.model_type].experts
-    optional = experts is not None and (experts.beside or FAMILIES[config.model_type].halves)
+    optional = experts is not None and (experts.beside or experts.norms or FAMILIES[config.model_type].halves)
     if experts is None or (optional and not num_experts(config)):
         return ""
     if not experts.beside and getattr(config, "shared_intermediate_size", None):
         return "the fast layers do not support an MLP beside the experts (shared_intermediate_size in its config)"
-    if isinstance(config.num_experts_per_tok, list) and len({*config.num_experts_per_tok}) > 1:
+    if len({*_experts_per_token(config)}) > 1:
         return "the fast layers do not support different numbers of experts per token by layer"
     chosen = experts_per_token(config)
     if not num_experts(config) or not chosen:
@@ -413,14 +426,28 @@ def num_experts(config: HFConfig) -> int:
     family = FAMILIES.get(config.model_type)
     if family and family.halves and "moe" not in config.layer_types:
         return 0
+    if family and family.experts and family.experts.norms and not config.enable_moe_block:
+        return 0
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
 def experts_per_token(config: HFConfig) -> int:
-    """The same in every layer (`why_not_routed`); some configs list it for each."""
-    found = config.num_experts_per_tok
-    return int((found[0] if isinstance(found, list) else found) or 0)
+    """The same in every layer (`why_not_routed`)."""
+    return int(_experts_per_token(config)[0] or 0)
+
+
+def _experts_per_token(config: HFConfig) -> list[int | None]:
+    """Some configs list it for each layer."""
+    found = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    return found if isinstance(found, list) else [found]
+
+
+def expert_kind(config: HFConfig) -> ExpertKind:
+    """The experts' activation."""
+    experts = FAMILIES[config.model_type].experts
+    assert experts
+    return experts.activation or ACTIVATIONS[activation_name(config)]
 
 
 def layer_type(config: HFConfig, index: int) -> str:

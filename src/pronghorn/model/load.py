@@ -21,9 +21,9 @@ from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.carried import remember_folder
 from pronghorn.model.config import constructed, empty_model, generation_config, guarded, no_config, place, read_config
 from pronghorn.model.config_check import require_enough_weights, require_weights_for
-from pronghorn.model.families import FAMILIES, text_config
+from pronghorn.model.families import FAMILIES, num_experts, text_config
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
-from pronghorn.model.formats.table import FORMATS, GATES, require_fp8
+from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.heads import HEADS, auto_class, require_head
 from pronghorn.model.lora import PICKLED, add_adapter
 from pronghorn.model.text_stack import decoder_layers, keep_softcap, set_cache
@@ -45,6 +45,7 @@ class ModelFacts:
     adapter_parameters: int  # 0 when no adapter was asked for
     vocabulary: int
     longest: int  # context length; 0 if the config does not say
+    experts: int = 0  # of a layer that has some
 
 
 def pick_device() -> torch.device:
@@ -77,24 +78,9 @@ def require_fp8_precision(device: torch.device, precision: Precision) -> None:
         )
 
 
-def require_fp8_layers(text_type: str) -> None:
-    """Before anything is loaded: whether the layers of this model type multiply in FP8."""
-    if text_type in FAMILIES and "linear_attention" in FAMILIES[text_type].mixers:
-        linears = "in_proj stays" if FAMILIES[text_type].names.mamba else f"{' and '.join(GATES[:2])} stay"
-        shared = "" if FAMILIES[text_type].names.mamba else ", and share a GEMM with the other linears"
-        raise RecipeError(
-            what=f"{text_type} cannot be trained in FP8",
-            why=f"{linears} in 16 bits, because decays of states are exponentials of what is made there{shared}",
-            fix="set method: lora, or method: qlora if memory is short (in Python: load_in_4bit=True)",
-        )
-
-
 def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
     """Before anything is loaded: experts multiply in FP8 only if stored in FP8."""
-    if recipe.fp8:
-        require_fp8_layers(facts.text_type)
-    family = FAMILIES.get(facts.text_type)
-    if recipe.compute != "fp8" or recipe.method == "fp8" or family is None or family.experts is None:
+    if recipe.compute != "fp8" or recipe.method == "fp8" or not facts.experts:
         return
     why = "4-bit experts" if recipe.method == "qlora" else "trained experts"
     instead = ", or set method: fp8, which stores and multiplies experts in FP8" if recipe.method == "qlora" else ""
@@ -132,6 +118,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16",
         adapters,
         vocabulary,
         int(getattr(text, "max_position_embeddings", 0) or 0),
+        num_experts(text) if text.model_type in FAMILIES else 0,
     )
 
 

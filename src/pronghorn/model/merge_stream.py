@@ -111,6 +111,8 @@ class MergedWeights:
         self.linears, self.beside = {full for _, _, full, _ in linears_of(model, nn.Linear)}, beside_text(model)
         self.shapes = {key: (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
         self.stacks = {f"{owner}.{name}": module for owner, module in self.experts.items() for name in module.quantized}
+        stacks = {key: torch.empty(self.shapes[key][0], device="meta") for key in self.stacks}
+        self.split = stacks.keys() - self._named(stacks).keys()  # whose files name each linear
         self.adapted: dict[str, Any] = {}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self.sources = {key: tied[key] for key in _tied(model) if key in self.shapes}
@@ -153,7 +155,7 @@ class MergedWeights:
         """A linear of the text model, or a stack of experts whose files name each linear."""
         owner, _, leaf = key.rpartition(".")
         if key in self.stacks:
-            return not self.stacks[key].is_transposed
+            return key in self.split
         return leaf == "weight" and owner in self.linears and not self._is_wide(owner)
 
     def _is_wide(self, owner: str) -> bool:

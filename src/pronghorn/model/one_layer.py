@@ -35,6 +35,8 @@ from pronghorn.model.lora import with_adapter
 from pronghorn.model.text_stack import backbone, beside_text, freeze_beside_text
 from pronghorn.recipe_parts import Lora
 
+OF_ALL = ("time_step_limit", "mlp_multipliers", "ssm_multipliers")  # lists that are of the whole model
+
 
 def as_config(config: HFConfig) -> Any:
     """Hugging Face's config object, of itself or of a plain dict of its values."""
@@ -86,7 +88,7 @@ def _few_layers(config: HFConfig, kept: Sequence[int], dtype: torch.dtype) -> An
     def cut(numbers: Sequence[int]) -> None:
         layers = int(text.num_hidden_layers)
         for name, value in list(vars(text).items()):  # what is said of each layer
-            if isinstance(value, list) and len(value) == layers and name != "time_step_limit":
+            if isinstance(value, list) and len(value) == layers and name not in OF_ALL:
                 setattr(text, name, [value[number] for number in numbers])
         text.num_hidden_layers = len(numbers)
         if any(shared):  # those that lend keys and values are kinds of their own, so they are among the kept ones

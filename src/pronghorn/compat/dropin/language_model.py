@@ -39,11 +39,9 @@ from pronghorn.errors import CommandError
 from pronghorn.hf_types import HFModel
 from pronghorn.hub import model_folder
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.config import read_config
-from pronghorn.model.families import text_config
 from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.hf_adapter import with_adapter
-from pronghorn.model.load import load_model, require_fp8_layers, require_fp8_precision, require_tokenizer_fits
+from pronghorn.model.load import load_model, require_fp8_precision, require_tokenizer_fits
 from pronghorn.model.stored_adapter import adapter_folder, attach_adapter, base_name
 from pronghorn.model.text_stack import beside_text, freeze_beside_text
 
@@ -104,8 +102,6 @@ class FastLanguageModel:
             )
         name = base_name(adapter) if adapter else str(model_name)
         source = str(model_folder(name, weights=True, token=token)) if token else name
-        if load_in_fp8:
-            require_fp8_layers(text_config(read_config(source)).model_type)
         tokenizer = load_tokenizer(tokenizer_name or (str(adapter) if adapter and _has_tokenizer(adapter) else source))
         four_bit = load_in_4bit and not (load_in_16bit or full_finetuning)
         storage = "fp8" if load_in_fp8 else "nf4" if four_bit else "bf16"

@@ -3,6 +3,7 @@
 S = T * K sorted rows, F = an expert's width, G = 2F, E = experts (see routing.py). gu + bias_e holds gate and up:
 
     kind "silu"       gate and up side by side                  a = silu(gate) * up
+    kind "gelu_tanh"  the same (Gemma 4)                        a = gelu(gate) * up, in its tanh form
     kind "clamped"    gate and up interleaved by columns        g = min(gate, limit), u = clamp(up, +-limit)
                       (gpt-oss)                                 a = g * sigmoid(alpha * g) * (u + 1)
     kind "relu2"      up alone, G = F (Nemotron-H)              a = max(up, 0)^2
@@ -23,10 +24,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.mlp.gated_mlp import _activation, _activation_torch
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
-ExpertKind = Literal["silu", "clamped", "relu2"]
+ExpertKind = Literal["silu", "gelu_tanh", "clamped", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class ExpertActivation:
         return 1 if self.kind == "relu2" else 2
 
 
-SILU, RELU2 = ExpertActivation("silu"), ExpertActivation("relu2")
+RELU2 = ExpertActivation("relu2")
 
 
 def _parts(gu_SG: Tensor, activation: ExpertActivation) -> tuple[Tensor, ...]:
@@ -69,6 +71,8 @@ def expert_gated_reference(
     gate_SF, up_SF = _parts(wide_SG, activation)
     if activation.kind == "silu":
         return (torch.nn.functional.silu(gate_SF) * up_SF).to(gu_SG.dtype)
+    if activation.kind == "gelu_tanh":
+        return (torch.nn.functional.gelu(gate_SF, approximate="tanh") * up_SF).to(gu_SG.dtype)
     gate_SF = gate_SF.clamp(max=activation.limit)
     up_SF = up_SF.clamp(-activation.limit, activation.limit)
     return (gate_SF * torch.sigmoid(activation.alpha * gate_SF) * (up_SF + 1)).to(gu_SG.dtype)
@@ -84,6 +88,9 @@ def _value_and_slopes_torch(wide_SG: Tensor, activation: ExpertActivation) -> tu
         sigmoid = torch.sigmoid(gate)
         act = gate * sigmoid
         return act * up, up * sigmoid * (1 + gate * (1 - sigmoid)), act
+    if activation.kind == "gelu_tanh":
+        act, slope = _activation_torch(gate, "gelu_tanh")
+        return act * up, up * slope, act
     held, factor = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit) + 1
     sigmoid = torch.sigmoid(activation.alpha * held)
     act = held * sigmoid
@@ -117,7 +124,7 @@ def _gate_and_up(
 
 
 @jit
-def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr, PARTS: tl.constexpr):
+def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr):
     """(a, da/dgate, da/dup). `where` instead of min and max, which would hide NaN."""
     if CLAMPED:
         held = tl.where(gate > limit, limit, gate)
@@ -129,6 +136,9 @@ def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr, PARTS: tl.c
     elif PARTS == 1:
         positive = tl.where(up < 0, 0.0, up)
         return positive * positive, 2.0 * positive, positive
+    elif GELU:
+        act, slope = _activation(gate, GELU)
+        return act * up, up * slope, act
     else:
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         act = gate * sigmoid
@@ -138,7 +148,7 @@ def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr, PARTS: tl.c
 @jit
 def _forward_kernel(
     gu, gu_row, bias, ids, order, a, a_row, limit, alpha, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr,
-    PARTS: tl.constexpr, BIAS: tl.constexpr,
+    GELU: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // TILES).to(tl.int64)
@@ -146,7 +156,7 @@ def _forward_kernel(
     if BIAS:
         bias += tl.load(ids + tl.load(order + row)).to(tl.int64) * PARTS * F
     gate, up = _gate_and_up(gu + row * gu_row, bias, first, F, BLOCK, CLAMPED, PARTS, BIAS)
-    value, _, _ = _value_and_slopes(gate, up, limit, alpha, CLAMPED, PARTS)
+    value, _, _ = _value_and_slopes(gate, up, limit, alpha, CLAMPED, GELU, PARTS)
     column = first + tl.arange(0, BLOCK)
     tl.store(a + row * a_row + column, value.to(a.dtype.element_ty), mask=column < F)
 
@@ -154,8 +164,8 @@ def _forward_kernel(
 @jit
 def _backward_kernel(
     da, da_row, gu, gu_row, bias, ids, order, weights, dgu, dgu_row, dweights, a, a_row, limit, alpha, F: tl.constexpr,
-    BLOCK: tl.constexpr, CLAMPED: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
-    NEED_A: tl.constexpr,
+    BLOCK: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr, NEED_A: tl.constexpr,
 ):  # fmt: skip
     """One program a row: it sums a . da. A block is read before it is written, so dgu may overwrite gu, and a da."""
     row = tl.program_id(0).to(tl.int64)
@@ -171,7 +181,7 @@ def _backward_kernel(
         inside = column < F
         grad = tl.load(da + row * da_row + column, mask=inside, other=0.0).to(tl.float32)
         gate, up = _gate_and_up(gu + row * gu_row, bias, first, F, BLOCK, CLAMPED, PARTS, BIAS)
-        value, by_gate, by_up = _value_and_slopes(gate, up, limit, alpha, CLAMPED, PARTS)
+        value, by_gate, by_up = _value_and_slopes(gate, up, limit, alpha, CLAMPED, GELU, PARTS)
         total += grad * value
         grad *= weight
         if CLAMPED:
@@ -209,7 +219,8 @@ def expert_gated_forward(
     _forward_kernel[(S * triton.cdiv(F, block),)](
         gu_SG, gu_SG.stride(0), gu_SG if bias_EG is None else bias_EG, gu_SG if ids_TK is None else ids_TK,
         gu_SG if order_S is None else order_S, a_SF, a_SF.stride(0), float(activation.limit), float(activation.alpha), F=F,
-        BLOCK=block, CLAMPED=activation.kind == "clamped", PARTS=activation.parts, BIAS=bias_EG is not None, num_warps=4,
+        BLOCK=block, CLAMPED=activation.kind == "clamped", GELU=activation.kind == "gelu_tanh", PARTS=activation.parts,
+        BIAS=bias_EG is not None, num_warps=4,
     )  # fmt: skip
     return a_SF
 
@@ -233,8 +244,8 @@ def expert_gated_backward(
         da_SF, da_SF.stride(0), gu_SG, gu_SG.stride(0), gu_SG if bias_EG is None else bias_EG,
         order_S if ids_TK is None else ids_TK, order_S, gu_SG if weights_TK is None else weights_TK, dgu_SG, dgu_SG.stride(0),
         gu_SG if dweights_TK is None else dweights_TK, a, a.stride(0), float(activation.limit), float(activation.alpha), F=F,
-        BLOCK=_block(F), CLAMPED=activation.kind == "clamped", PARTS=activation.parts, BIAS=bias_EG is not None,
-        WEIGHTED=weights_TK is not None, NEED_A=need_activation, num_warps=4,
+        BLOCK=_block(F), CLAMPED=activation.kind == "clamped", GELU=activation.kind == "gelu_tanh", PARTS=activation.parts,
+        BIAS=bias_EG is not None, WEIGHTED=weights_TK is not None, NEED_A=need_activation, num_warps=4,
     )  # fmt: skip
     return dgu_SG, dweights_TK, a_SF
 

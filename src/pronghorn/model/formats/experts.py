@@ -20,12 +20,12 @@ from pronghorn.hf_types import HFModel
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear
 from pronghorn.kernels.moe.grouped_quantized import DEPTH, QuantizedStack, grouped_quantized_backward, grouped_quantized_forward
 from pronghorn.kernels.moe.moe_combine import combine
-from pronghorn.kernels.moe.moe_gated import RELU2, SILU, ExpertActivation, expert_gated, expert_gated_forward
+from pronghorn.kernels.moe.moe_gated import ExpertActivation, ExpertKind, expert_gated, expert_gated_forward
 from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import sort_by_expert
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.first_order import Ctx
-from pronghorn.model.families import FAMILIES, text_config
+from pronghorn.model.families import FAMILIES, expert_kind, text_config
 from pronghorn.model.formats.table import FORMATS, Format
 
 STACKS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))  # with a gate, without
@@ -50,13 +50,13 @@ class _StackProduct(torch.autograd.Function):
 
 
 class StoredExperts(nn.Module):
-    def __init__(self, own: nn.Module, storage: Format) -> None:
+    def __init__(self, own: nn.Module, storage: Format, kind: ExpertKind = "silu") -> None:
         """`own`: the family's module, on any device, also `meta`. `set` adds the stacks, in `storage` or in the checkpoint's
-        own format."""
+        own format. `kind`: of the activation."""
         super().__init__()
+        self.kind: ExpertKind = kind
         self.own_module, self.storage = (own,), storage  # not a child: its parameters are not ours
         self.is_transposed = bool(getattr(own, "is_transposed", False))  # it keeps [E, D, O]
-        self.clamped = hasattr(own, "limit")
         self.limit, self.alpha = float(getattr(own, "limit", 0.0)), float(getattr(own, "alpha", 0.0))
         self.num_experts = int(own.num_experts)  # type: ignore[arg-type]
         self.stacks: dict[str, QuantizedStack] = {}
@@ -85,9 +85,7 @@ class StoredExperts(nn.Module):
 
     @property
     def activation(self) -> ExpertActivation:
-        if self.clamped:
-            return ExpertActivation("clamped", self.limit, self.alpha)
-        return SILU if self.quantized == STACKS[0] else RELU2
+        return ExpertActivation(self.kind, self.limit, self.alpha)
 
     def _mm(self, name: str, x_SD: Tensor, offsets_E1: Tensor) -> Tensor:
         y_SO: Tensor = _StackProduct.apply(x_SD, self.stacks[name], offsets_E1)  # type: ignore[no-untyped-call]
@@ -149,13 +147,15 @@ class StoredExperts(nn.Module):
 def stored_experts_(model: HFModel, storage: Format) -> dict[str, StoredExperts]:
     """Replaces every layer's experts by StoredExperts without weights yet, and returns them by name. Their format is the one
     that the family is published in (families.py), if `storage` allows it."""
-    family, found = FAMILIES.get(text_config(model.config).model_type), {}
+    config, found = text_config(model.config), {}
+    family = FAMILIES.get(config.model_type)
+    kind = expert_kind(config) if family and family.experts else "silu"
     if storage.as_published and family and family.experts and family.experts.published_in:
         storage = FORMATS[family.experts.published_in]
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             if stacks_in(module):
-                experts = StoredExperts(module, storage)
+                experts = StoredExperts(module, storage, kind)
                 setattr(parent, name, experts)
                 found[f"{parent_name}.{name}".lstrip(".")] = experts
     return found

@@ -36,7 +36,7 @@ from pronghorn.model.heads import WHOLE
 
 # Linears of Gated DeltaNet whose output is the exponent of a state's decay, or its step: 64 columns of 12,352 in Qwen3.5-9B.
 GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
-ROUTERS = ("gate", "wg")  # linears inside routers (AFMoE, HunYuan): 16 bits hardly separate experts
+ROUTERS = ("gate", "wg", "proj")  # linears inside routers (AFMoE, HunYuan, Gemma 4): 16 bits hardly separate experts
 Storage = Literal["bf16", "nf4", "nvfp4", "mxfp4", "fp8"]
 
 

@@ -20,13 +20,14 @@ from pronghorn.model.families import (
     layer_type,
     shares_keys,
 )
-from pronghorn.model.family import Family
+from pronghorn.model.family import HYBRID, BesideNorms, Family, Norms
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import GATES
 from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
+from pronghorn.model.layers.mixers.attention_and_mamba import AttentionAndMamba
 from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.latent_attention import LatentAttention
 from pronghorn.model.layers.mixers.mamba import Mamba
@@ -35,6 +36,7 @@ from pronghorn.model.layers.mixers.shared_keys import SharedKeys
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
+from pronghorn.model.layers.mlps.experts_beside import ExpertsBesideMlp
 from pronghorn.model.layers.mlps.layer_input import LayerInput
 from pronghorn.model.layers.mlps.ungated import UngatedMlp
 from pronghorn.model.layers.norms import Norm
@@ -50,6 +52,7 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     "sliding_attention": Attention,
     "conv": ShortConv,
     "linear_attention": GatedDelta,
+    HYBRID: AttentionAndMamba,
     MAMBA: Mamba,
     PARALLEL: ParallelAttention,
     SHARED: SharedKeys,
@@ -76,9 +79,9 @@ def build_layer(
     def group(parent: nn.Module, names: tuple[str, ...]) -> LinearGroup:
         return LinearGroup(parent, names, buffers, fp8=in_fp8 and not set(names) <= set(GATES))
 
-    def norm(slot: str) -> Norm | None:
-        name = getattr(family.norms, slot)
-        options: Any = {"width": int(config.hidden_size), "centered": family.centered}
+    def norm(slot: str, of: Norms | BesideNorms = family.norms, factor: float = 1.0) -> Norm | None:
+        name = getattr(of, slot)
+        options: Any = {"width": int(config.hidden_size), "centered": family.centered, "factor": factor}
         return Norm(layer, name, family.one_plus, slot, **options) if name else None
 
     names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
@@ -94,7 +97,9 @@ def build_layer(
     mixer = None if kind in MLPS else MIXERS[kind](layer, family, config, index, around, group)
     if mixer is not None and (family.halves or family.parallel):
         return DecoderLayer(layer, index, mixer, None, below)
-    mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)
+    of_gate, of_down = getattr(config, family.mlp_factors) if family.mlp_factors else (1.0, 1.0)
+    before = norm("before_mlp", factor=of_gate)  # also of `up`, which the branch's factor is divided by
+    mlp, around = getattr(layer, names.mlp), Around(before, norm("after_mlp"), multiplier * of_down / of_gate)
 
     def dense(module: Any, around: Around) -> DenseMlp:
         gate_up, down = group(module, family.gate_up), group(module, (names.down,))
@@ -102,15 +107,22 @@ def build_layer(
             return DenseMlp(around, gate_up, down, ACTIVATIONS[activation])
         return UngatedMlp(around, gate_up, down, activation, module.act_fn if activation == "xielu" else None)
 
+    inlet = None
+    if width := input_width(config):
+        ends = Norm(layer, INPUT_OUT_NORM, family.one_plus, "after_input", width=int(config.hidden_size))
+        gate, out = group(layer, (INPUT_GATE,)), group(layer, (INPUT_OUT,))
+        inlet = LayerInput(Around(None, ends), gate, out, width, ACTIVATIONS[activation])
     if slot is None:
-        inlet = None
-        if width := input_width(config):
-            ends = Norm(layer, INPUT_OUT_NORM, family.one_plus, "after_input", width=int(config.hidden_size))
-            gate, out = group(layer, (INPUT_GATE,)), group(layer, (INPUT_OUT,))
-            inlet = LayerInput(Around(None, ends), gate, out, width, ACTIVATIONS[activation])
         return DecoderLayer(layer, index, mixer, dense(mlp, around), below, family.layer_scale, inlet)
     assert family.experts
     assert around.before is not None
+    experts: ExpertsMlp
+    if norms := family.experts.norms:
+        own, after_experts = Around(norm("before_experts", norms), around.after), norm("after_experts", norms)
+        assert after_experts is not None
+        of_dense = dense(mlp, Around(around.before, norm("after_dense", norms)))
+        experts = ExpertsBesideMlp(layer, family, config, slot, buffers, own, dense=of_dense, after_experts=after_experts)
+        return DecoderLayer(layer, index, mixer, experts, below, family.layer_scale, inlet)
     beside = family.experts.beside
     shared = mlp if beside else getattr(mlp, family.experts.shared, None)
     of_all = None if shared is None else dense(shared, Around(around.before, None))

@@ -20,14 +20,16 @@ class Norm:
     """
 
     def __init__(
-        self, parent: nn.Module, name: str, one_plus: bool, slot: str = "", *, width: int = 0, centered: bool = False
-    ) -> None:
+        self, parent: nn.Module, name: str, one_plus: bool, slot: str = "", *, width: int = 0, centered: bool = False,
+        factor: float = 1.0,
+    ) -> None:  # fmt: skip
         """`parent`, `name`: where the module is; another one may take its place (compat/outer_loop.py). `width`: that of its
-        weight, if it has none."""
-        self.parent, self.name, self.module = parent, name, getattr(parent, name)
+        weight, if it has none. `factor`: of its output; not with `one_plus`."""
+        self.parent, self.name, self.module, self.factor = parent, name, getattr(parent, name), factor
         self.one_plus, self.slot, self.width, self.centered = one_plus, slot, width, centered
         self.form: dict[str, Any] = {"one_plus": one_plus, "centered": centered}  # for the kernels
         self._ones: Tensor | None = None
+        self._scaled: Tensor | None = None
         self.rstd = f"rstd.{slot}"  # its name among the saved tensors
 
     @property
@@ -36,10 +38,24 @@ class Norm:
         return float(self.module.eps if found is None else found)
 
     @property
+    def own(self) -> Tensor | None:
+        """The parameter."""
+        found: Tensor | None = getattr(self.module, "weight", None)
+        return found
+
+    @property
     def weight(self) -> Tensor:
-        """Ones, if the module has none."""
-        own: Tensor | None = getattr(self.module, "weight", None)
-        return own if own is not None else self._made()
+        """What the kernels multiply by: ones, if the module has no weight."""
+        own = self.own if self.own is not None else self._made()
+        if self.factor == 1.0:
+            return own
+        wide = own.to(torch.promote_types(own.dtype, torch.float32))
+        if own.requires_grad and torch.is_grad_enabled():
+            return wide * self.factor
+        if self._scaled is None or (self._scaled.device, self._scaled.dtype) != (wide.device, wide.dtype):
+            with torch.inference_mode(mode=False):
+                self._scaled = torch.empty_like(wide)  # always there: gather jobs and graphs read it
+        return torch.mul(wide.detach(), self.factor, out=self._scaled)
 
     def _made(self) -> Tensor:
         device = next(self.parent.parameters()).device
@@ -50,10 +66,10 @@ class Norm:
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [] if getattr(self.module, "weight", None) is None else [self.weight]
+        return [] if self.own is None else [self.own]
 
     def trains(self) -> bool:
-        return self.weight.requires_grad
+        return self.own is not None and self.own.requires_grad
 
     def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         return rms_norm_forward(x, self.weight, self.eps, **self.form, **options)
@@ -64,9 +80,10 @@ class Norm:
 
     def backward(self, dy: Tensor, x: Tensor, saved: Saved, out: Tensor, add: Tensor | None = None) -> Tensor:
         """The gradient of x, plus `add`, in `out`; the weight's goes into `saved.norm_grads`."""
-        found, saved.norm_grads[self.slot] = rms_norm_backward(
+        found, grad = rms_norm_backward(
             dy, x, self.weight, saved[self.rstd], add_TD=add, need_weight_grad=self.trains(), out=out, **self.form
         )
+        saved.norm_grads[self.slot] = grad if grad is None or self.factor == 1.0 else grad.mul_(self.factor)
         return found
 
 

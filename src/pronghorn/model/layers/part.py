@@ -169,6 +169,7 @@ class Mixer(Part):
     gates = False  # whether o is a gate's: then `core`, its input, is saved in its place, and backward makes o again
     lends = False  # whether later layers read its keys and values
     source: int | None = None  # the layer whose keys and values it reads; None: its own
+    beside: Mixer | None = None  # another one on the same norm, whose output is added, too
 
     def __init__(self, around: Around, into: LinearGroup | SplitLinears, out: LinearGroup) -> None:
         super().__init__(around)
@@ -196,8 +197,15 @@ class Mixer(Part):
         raise NotImplementedError
 
     def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None, norm_adds: bool) -> Tensor:
+        return self.forward_onto(None, saved, documents, rows, norm_adds)
+
+    def forward_onto(
+        self, h2: Tensor | None, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool
+    ) -> Tensor:
+        """The same, of which the branch is added to `h2`, if that is given, in its place."""
         o, h = self.mix(saved, documents), saved["h"]
         o_rows, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
+        h_rows = h_rows if h2 is None else h2
         if not self.gates:
             saved.put(o=o, o_rows=o_rows)
         del o
@@ -205,7 +213,7 @@ class Mixer(Part):
             h2, xa = self.out.apply(Operand(o_rows))
             saved.put(h_rows=h_rows)
         else:
-            h2, y1, xa = add_branch(self.out, Operand(o_rows), h_rows, self.multiplier, self.after, saved)
+            h2, y1, xa = add_branch(self.out, Operand(o_rows), h_rows, self.multiplier, self.after, saved, h2)
             saved.put(y1=y1)
         if self.gates:
             saved.put(xa_o=self.out.owned(xa))
@@ -226,8 +234,32 @@ class Mixer(Part):
     def backward(
         self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None, extra: int, need_dh: bool
     ) -> tuple[Tensor | None, Grads]:
-        before, grad_buffer = self.before, documents.grad_buffer
-        dy = grad_of_branch(self.out, dh, saved["y1"], self.multiplier, self.after, saved, grad_buffer)
+        before = self.before
+        dinto, dh, out_grads, bare = self._back_to_into(dh, saved, documents, rows)
+        if need_dh or (before and before.trains()):
+            dx, of_into = self.into.back(Operand(dinto))
+            if "dx_beside" in saved:  # of an MLP or another mixer that reads the same norm
+                dx += saved.pop("dx_beside")
+            dh = back_through_norm(before, dx, saved["h"], dh, saved, extra, documents.grad_buffer)
+        else:
+            of_into = self.into.back_adapters(Operand(dinto))
+        into_grads = gradients_after_norm(self.into, of_into, before, saved["h"], saved["xa1"], saved)
+        return dh, self.all_gradients([*into_grads, *out_grads], saved, *bare)
+
+    def backward_beside(
+        self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None
+    ) -> tuple[Tensor, Grads, tuple[Tensor | None, ...]]:
+        """(the gradient of the norm's output, those of its linears, those of `bare`), where another mixer reads that, too."""
+        dinto, _, out_grads, bare = self._back_to_into(dh, saved, documents, rows)
+        dx, of_into = self.into.back(Operand(dinto))
+        into_grads = gradients_after_norm(self.into, of_into, self.before, saved["h"], saved["xa1"], saved)
+        return dx, [*into_grads, *out_grads], bare
+
+    def _back_to_into(
+        self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, Grads, tuple[Tensor | None, ...]]:
+        """(the gradient of what `into` made, dh in all rows, gradients of `out`, those of `bare`)"""
+        dy = grad_of_branch(self.out, dh, saved["y1"], self.multiplier, self.after, saved, documents.grad_buffer)
         do, of_out = self.out.back(dy)
         o_rows, xa_o = saved["o_rows"], saved["xa_o"]
         if self.gates:
@@ -243,15 +275,7 @@ class Mixer(Part):
         dinto, bare = self.mix_backward(do, saved, documents)
         del do, dy, of_out, xa_o
         saved.release(*(name for name in self.saves if name != "xa1" and name in saved))
-        if need_dh or (before and before.trains()):
-            dx, of_into = self.into.back(Operand(dinto))
-            if "dx_beside" in saved:  # of an MLP that reads the same norm
-                dx += saved.pop("dx_beside")
-            dh = back_through_norm(before, dx, saved["h"], dh, saved, extra, grad_buffer)
-        else:
-            of_into = self.into.back_adapters(Operand(dinto))
-        into_grads = gradients_after_norm(self.into, of_into, before, saved["h"], saved["xa1"], saved)
-        return dh, self.all_gradients([*into_grads, *out_grads], saved, *bare)
+        return dinto, dh, out_grads, bare
 
     # ---- as separate ops ---------------------------------------------------------------------------------------
 

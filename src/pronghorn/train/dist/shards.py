@@ -263,10 +263,8 @@ def told_of(shard: str, world: World) -> list[str]:
 
 
 def _why_not_experts(config: HFConfig, ranks: int) -> str:
-    family = FAMILIES[config.model_type]
-    if family.experts is None:
+    if not (experts := num_experts(config)):
         return "the model has no experts"
-    experts = num_experts(config)
     return f"the model has {experts} experts, too few for {ranks} ranks" if experts < ranks else ""
 
 

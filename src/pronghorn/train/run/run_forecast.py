@@ -13,7 +13,7 @@ from pronghorn.memory.gpus import GPUS, find_gpu
 from pronghorn.memory.plan import host_room, parse_host
 from pronghorn.memory.scaling import Scaling, parse_gpus, scaling
 from pronghorn.model.config import read_config
-from pronghorn.model.families import FAMILIES, why_not_fast
+from pronghorn.model.families import num_experts, why_not_fast
 from pronghorn.recipe import Recipe
 from pronghorn.train.source import kind_of
 from pronghorn.train.source.source import Foreseen
@@ -27,7 +27,7 @@ def why_no_plan(recipe: Recipe, config: HFConfig) -> str:
     text = config.get_text_config()
     if why := why_not_fast(config):
         return why
-    if recipe.fp8 and recipe.method != "fp8" and FAMILIES[text.model_type].experts:
+    if recipe.fp8 and recipe.method != "fp8" and num_experts(text):
         return (
             f"compute: fp8 cannot be combined with method: {recipe.method} for experts, which compute in FP8 "
             "only if they are stored in FP8"

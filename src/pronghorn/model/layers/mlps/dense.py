@@ -28,7 +28,7 @@ from torch import Tensor
 from pronghorn.kernels.lora.lora_linear import Part as GradPart
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import gated_activation
-from pronghorn.kernels.moe.moe_gated import SILU, ExpertActivation, expert_gated_backward
+from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward
 from pronghorn.model.layers.composed import normed, projected
 from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.linears import LinearGroup
@@ -50,7 +50,6 @@ class DenseMlp(Part):
     saves = ("h2", "gu", "xa2", "xa3", "y2")
     kept: ClassVar[Kept] = dict.fromkeys(FROM_INPUT, ("xa3",))  # a A^T of `down` (T x R) saves running its GEMM twice
     may_chunk = True
-    as_expert: ClassVar[ExpertActivation] = SILU  # of a shared expert
 
     def __init__(self, around: Around, gate_up: LinearGroup, down: LinearGroup, activation: Any) -> None:
         """`activation`: a `Kind` of gated_mlp.py; UngatedMlp has others."""
@@ -60,6 +59,11 @@ class DenseMlp(Part):
     @property
     def groups(self) -> tuple[Group, ...]:
         return self.gate_up, self.down
+
+    @property
+    def as_expert(self) -> ExpertActivation:
+        """The activation, where this is a shared expert."""
+        return ExpertActivation(self.activation)
 
     @property
     def extra(self) -> int:
@@ -85,6 +89,19 @@ class DenseMlp(Part):
         """h3, from h2, or from h_rows and the mixer branch's output saved as h2."""
         if self.chunks > 1 and level != "nothing":
             return self._forward_in_chunks(saved, level)
+        a = self._activation(saved)
+        h3, y2, xa3 = add_branch(self.down, a, saved["h2"], self.multiplier, self.after, saved)
+        saved.put(y2=y2, xa3=self.down.owned(xa3))
+        return h3
+
+    def branch(self, saved: Saved) -> Tensor:
+        """down's output, for a part that has a `DenseMlp` inside."""
+        y2, xa3 = self.down.apply(self._activation(saved))
+        saved.put(y2=y2, xa3=self.down.owned(xa3))
+        return y2
+
+    def _activation(self, saved: Saved) -> Operand:
+        """The operand of `down`, from the residual stream."""
         x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
         if (found := self.gated_at_once(x2)) is not None:
             gu, xa2, a = found
@@ -94,9 +111,7 @@ class DenseMlp(Part):
             del x2  # only a is needed
             a = self.activated(gu)
         saved.put(gu=gu, xa2=xa2)
-        h3, y2, xa3 = add_branch(self.down, a, saved["h2"], self.multiplier, self.after, saved)
-        saved.put(y2=y2, xa3=self.down.owned(xa3))
-        return h3
+        return a
 
     def _input(self, y: Tensor, h: Tensor | None, saved: Saved) -> Operand:
         """norm(h + y), with the sum written over y; norm(y) without h."""

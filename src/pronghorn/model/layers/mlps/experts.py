@@ -29,7 +29,7 @@ tokens with one expert each; y, dx and dweights come back. Router, shared expert
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
-from pronghorn.model.families import expert_groups, experts_per_token
+from pronghorn.model.families import expert_groups, expert_kind, experts_per_token
 from pronghorn.model.family import Family
 from pronghorn.model.formats.experts import STACKS
 from pronghorn.model.layers.composed import normed
@@ -64,7 +64,7 @@ from pronghorn.model.rows import rows_like
 class ExpertsMlp(Part):
     before: Norm  # always there
     input = "h2"
-    saves = (
+    saves: ClassVar[tuple[str, ...]] = (
         "h2",
         "gu",
         "xa2",
@@ -92,7 +92,7 @@ class ExpertsMlp(Part):
         slot: int,
         buffers: SharedBuffers,
         around: Around,
-        shared: DenseMlp | None,
+        shared: DenseMlp | None = None,
         beside: Any = None,
     ) -> None:
         """`slot`: its number among the layers with experts. `shared`: the expert of all tokens, if there is one. `beside`: its
@@ -116,8 +116,8 @@ class ExpertsMlp(Part):
         self.shared, gate = shared, experts.shared_gate
         self.shared_gate = LinearGroup(module, (gate,), buffers) if gate and hasattr(module, gate) else None
         own = self.expert_down.module()
-        self.expert_activation = ExpertActivation(experts.activation)
-        if experts.activation == "clamped":
+        self.expert_activation = ExpertActivation(expert_kind(config))
+        if self.expert_activation.kind == "clamped":
             self.expert_activation = ExpertActivation("clamped", float(own.limit), float(own.alpha))
 
     @property
@@ -168,8 +168,8 @@ class ExpertsMlp(Part):
         extra = 0 if self.shared is None else self.shared.gate_up.extra
         x2_ext = normed_rows(self.before, h2, extra, saved, h_rows, self.multiplier)
         x2 = x2_ext[:, : h2.shape[1]]
-        logits = self.router.forward(x2)
-        routing = routing_forward(logits, self.K, **self._rule())
+        logits = self.router.forward(self.router_input(x2, saved))
+        routing = self.routed(logits, saved)
         if self.spread is not None:
             counts, weights_S = self.spread.counts(routing.offsets_E1), routing.weights_TK.view(-1, 1)[routing.order_S.long()]
             saved.put(counts=counts, weights_there=self.spread.out(weights_S, counts))
@@ -191,6 +191,13 @@ class ExpertsMlp(Part):
             gate, xa = self.shared_gate.apply(self.shared_gate.of_norm(None, x2, saved))
             saved.put(gate_xa=self.shared_gate.owned(xa), shared_weight=torch.sigmoid(gate.to(routing.weights_TK.dtype)))
 
+    def router_input(self, x2: Tensor, saved: Saved) -> Tensor:
+        """What the router reads."""
+        return x2
+
+    def routed(self, logits: Tensor, saved: Saved) -> Routing:
+        return routing_forward(logits, self.K, **self._rule())
+
     def _routing(self, saved: Saved) -> Routing:
         return Routing(*(saved[name] for name in ("ids", "weights", "order", "inverse", "offsets")))
 
@@ -209,19 +216,7 @@ class ExpertsMlp(Part):
         return rows if self.spread is None else self.spread.back(combine(rows, there.inverse_TK), saved["counts"])
 
     def _after_gate_up(self, saved: Saved) -> Tensor:
-        routing, down, h2 = self._routing(saved), self.expert_down.group, saved["h2"]
-        there = self._there(saved, routing)
-        a_ext = rows_like(saved["gu"], down.input_width)
-        expert_gated_forward(
-            saved["gu"],
-            self.expert_activation,
-            bias_EG=self.expert_gate_up.own_bias_EO,
-            ids_TK=there.ids_TK,
-            order_S=there.order_S,
-            out=a_ext[:, : down.D],
-        )
-        down.extend(a_ext, there.offsets_E1)
-        y = self._returned(down.forward_rows(a_ext, there), saved, there)
+        y, h2 = self.rows_out(saved), saved["h2"]
         base: Tensor | None = h2 if self.after is None else None
         if self.shared is not None:
             out, xa3 = self.shared.down.apply(self.shared.activated(saved["shared_gu"]))
@@ -234,14 +229,33 @@ class ExpertsMlp(Part):
                 base = torch.addcmul(h2, out, gate.to(out.dtype))
             else:
                 base = h2 + out if self.multiplier == 1.0 else torch.add(h2, out, alpha=self.multiplier)
-        y2 = combine(
-            y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK, add_TD=base
-        )
+        y2 = self.weighted(y, saved, base)
         if self.after is None:
             return y2
         h3, saved[self.after.rstd] = self.after.then_add(y2, h2)
         saved.put(y2=y2)
         return h3
+
+    def rows_out(self, saved: Saved) -> Tensor:
+        """What the experts make of their rows."""
+        routing, down = self._routing(saved), self.expert_down.group
+        there = self._there(saved, routing)
+        a_ext = rows_like(saved["gu"], down.input_width)
+        expert_gated_forward(
+            saved["gu"],
+            self.expert_activation,
+            bias_EG=self.expert_gate_up.own_bias_EO,
+            ids_TK=there.ids_TK,
+            order_S=there.order_S,
+            out=a_ext[:, : down.D],
+        )
+        down.extend(a_ext, there.offsets_E1)
+        return self._returned(down.forward_rows(a_ext, there), saved, there)
+
+    def weighted(self, y_SD: Tensor, saved: Saved, base: Tensor | None) -> Tensor:
+        """Each token's sum of its rows, and `base`."""
+        routing, bias_ED = self._routing(saved), self.expert_down.bias_EO
+        return combine(y_SD, routing.inverse_TK, routing.weights_TK, bias_ED=bias_ED, ids_TK=routing.ids_TK, add_TD=base)
 
     def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
         if "logits" not in saved:  # from the layer's input
@@ -264,31 +278,43 @@ class ExpertsMlp(Part):
         self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None, extra: int, need_dh: bool
     ) -> tuple[Tensor, Grads]:
         dh3 = dh if self.after is None else self.after.backward(dh, saved["y2"], saved, torch.empty_like(dh))
+        dx2, grads = self.backward_branch(dh3, saved, documents)
+        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh, saved, extra, documents.grad_buffer)
+        saved.release(*self.saves)
+        return dh2, self.all_gradients(grads, saved)
+
+    def backward_branch(self, dh3: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, Grads]:
+        """(the gradient of x2, those of the groups), from that of the experts' sum."""
         routing, logits = self._routing(saved), saved["logits"]
         there = self._there(saved, routing)
         dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing, there)
-        dlogits = route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, **self._rule())
+        dlogits = self.routed_backward(dweights, logits, saved, routing)
         if documents.load is not None:
             dlogits = documents.load.add_grad(dlogits, logits)
-        dx2 = self.router.backward_input(dlogits)
-        shared_grads: Grads = []
-        if self.shared is not None:
-            dshared, shared_grads = self._backward_shared(self.shared, dh3, saved, documents.grad_buffer)
-            dx2 += dshared
+        dx2, shared_grads = self.backward_beside(dlogits, dh3, saved, documents)
         up = self.expert_gate_up.group
         up.extend_grad(dgu_ext, there.offsets_E1)
         dx_S = self._returned(self.expert_gate_up.backward_rows(dgu_ext, there), saved, there)
         dx2 = combine(dx_S, routing.inverse_TK, add_TD=dx2, out=dx2)
         x2 = self._recomputed_input(saved) if self.router.needs_input or self.expert_gate_up.needs_input else None
-        router_grads = self.router.backward_parameters(dlogits, x2 if self.router.needs_input else None)
+        x_router = self.router_input(x2, saved) if self.router.needs_input and x2 is not None else None
+        router_grads = self.router.backward_parameters(dlogits, x_router)
         x_ext = None
         if self.expert_gate_up.needs_input and x2 is not None:
             x_ext = self._recomputed_sorted(self._sent(x2, saved, routing), saved["xa2"], there)
         up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, there, weighted=False)
-        del dgu_ext, dx_S, x_ext, x2
-        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh, saved, extra, documents.grad_buffer)
-        saved.release(*self.saves)
-        return dh2, self.all_gradients([*shared_grads, *router_grads, *up_grads, *down_grads], saved)
+        return dx2, [*shared_grads, *router_grads, *up_grads, *down_grads]
+
+    def routed_backward(self, dweights: Tensor, logits: Tensor, saved: Saved, routing: Routing) -> Tensor:
+        return route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, **self._rule())
+
+    def backward_beside(self, dlogits: Tensor, dh3: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor | None, Grads]:
+        """(the gradient of x2 by what reads it beside the experts, those of a shared expert)"""
+        dx2 = self.router.backward_input(dlogits)
+        if self.shared is None:
+            return dx2, []
+        dshared, grads = self._backward_shared(self.shared, dh3, saved, documents.grad_buffer)
+        return dx2.add_(dshared), grads
 
     def _backward_down(self, dh3: Tensor, saved: Saved, routing: Routing, there: Routing) -> tuple[Tensor, Tensor, Grads]:
         """(dgu with spare columns for gate and up's adapters, the routing weights' gradient, those of down's parameters)"""
@@ -361,6 +387,10 @@ class ExpertsMlp(Part):
         y_TD: Tensor = (found[0] if isinstance(found, tuple) else found)[0].to(x_TD.dtype)
         if self.beside is not None:
             y_TD = y_TD + self.beside(x_TD)
+        return self.counted(y_TD, x_TD, documents)
+
+    def counted(self, y_TD: Tensor, x_TD: Tensor, documents: Documents) -> Tensor:
+        """y, of which autograd knows the auxiliary loss; the choices are counted. x: what the router reads."""
         if documents.load is None:
             return y_TD
         logits_TE = self.router.own_logits(x_TD)

@@ -6,7 +6,7 @@ a GEMM's epilogue, and in FP8 a second kernel casts its output. xIELU's two numb
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +16,6 @@ from pronghorn.kernels.mlp.ungated_mlp import (
     ungated_activation_backward,
     ungated_activation_forward,
 )
-from pronghorn.kernels.moe.moe_gated import RELU2, ExpertActivation
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.operand import Operand
@@ -28,8 +27,6 @@ ALPHAS = ("alpha_p", "alpha_n")
 
 
 class UngatedMlp(DenseMlp):
-    as_expert: ClassVar[ExpertActivation] = RELU2
-
     def __init__(self, around: Around, up: LinearGroup, down: LinearGroup, activation: str, module: nn.Module | None) -> None:
         """`module`: that of the activation, if it has parameters."""
         super().__init__(around, up, down, activation)
