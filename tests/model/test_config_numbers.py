@@ -89,8 +89,9 @@ SIZES = {*SMALL, "num_experts", "num_local_experts", "moe_intermediate_size", "s
          "eos_token_id", "tie_word_embeddings", "chunk_size_feed_forward", "attention_bias", "mlp_bias", "qkv_bias", "use_bias",
          "return_dict", "output_hidden_states", "is_encoder_decoder", "use_cache", "pretraining_tp", "mlp_only_layers",
          "output_router_logits", "decoder_sparse_step", "no_rope_layer_interval", "use_post_norm",
-         "partial_rotary_factor", "mamba_n_heads", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_d_conv", "mamba_n_groups",
-         "mamba_rms_norm", "mamba_conv_bias", "mamba_proj_bias", "projectors_bias"} - {"max_position_embeddings", "rms_norm_eps"}  # fmt: skip
+         "partial_rotary_factor", "mamba_n_heads", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_d_conv",
+         "mamba_n_groups", "mamba_rms_norm", "mamba_conv_bias", "mamba_proj_bias", "projectors_bias",
+         } - {"max_position_embeddings", "rms_norm_eps"}  # fmt: skip
 TOKENS = 260
 
 
