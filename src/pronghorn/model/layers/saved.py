@@ -21,6 +21,8 @@ memory (memory/offload.py) and back, bit for bit. The names:
     o_rows, h2   of the rows after attention: attention's output, and the residual stream
     h3, g, y3    of the part that reads a layer's own input (mlps/layer_input.py): the residual stream, its gate, its output
     xa4, xa5     x A^T of that gate, and of its projection
+    mamba_NAME   of Mamba-2 beside attention; dense_NAME: of a dense MLP beside experts
+    shares       the experts' weights before factors of theirs
 
 Never saved: what a layer is given beside the residual stream (`Documents.given`), which its node holds: k and v of an earlier
 layer, and e, its own input. A layer whose k and v others read hands them on as `Saved.lent`; dk and dv are their gradients.
