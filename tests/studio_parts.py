@@ -13,7 +13,20 @@ from typing import Any
 from pronghorn.studio.gate import Keys
 from pronghorn.studio.server import Served, prepare
 
-USUAL = ("event", "time", "session", "step", "epoch", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "seconds", "seen_tokens")
+USUAL = (
+    "event",
+    "time",
+    "session",
+    "step",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "loss_tokens",
+    "seconds",
+    "seen_tokens",
+)
 
 
 def step(number: int, loss: float | str = 1.5, session: int = 1, **more: Any) -> dict[str, Any]:
@@ -24,7 +37,11 @@ def step(number: int, loss: float | str = 1.5, session: int = 1, **more: Any) ->
 
 def start(session: int = 1, resumed_from: int | None = None, **recipe: Any) -> dict[str, Any]:
     head = {"event": "start", "time": 1000.0, "session": session, "run": "one", "resumed_from": resumed_from, "steps": 20}
-    return {**head, "recipe": {"model": "m", "method": "lora", "train": {"lr": 1e-4}, "output": "runs/one", **recipe}, "device": "CPU"}
+    return {
+        **head,
+        "recipe": {"model": "m", "method": "lora", "train": {"lr": 1e-4}, "output": "runs/one", **recipe},
+        "device": "CPU",
+    }
 
 
 def written(events: list[dict[str, Any]]) -> bytes:

@@ -51,7 +51,12 @@ EVERYWHERE = ("/", "/static/main.js", "/api/runs", "/api/live?run=runs/one", "/p
 
 def test_without_the_token_nobody_comes_in(page: Browser) -> None:
     for path in EVERYWHERE:
-        for cookie in ("", "pronghorn-studio-1=x", f"pronghorn-studio-{page.port}=", f"pronghorn-studio-{page.port}={'x' * 43}"):
+        for cookie in (
+            "",
+            "pronghorn-studio-1=x",
+            f"pronghorn-studio-{page.port}=",
+            f"pronghorn-studio-{page.port}={'x' * 43}",
+        ):
             status, _, body = page.raw("GET", path, Cookie=cookie)
             assert (status, b"printed" in body) == (401, True), path
     assert page.raw("POST", "/api/stop", b"{}", Cookie="")[0] == 401
@@ -68,7 +73,9 @@ def test_a_token_counts_once_and_its_cookie_stays_with_the_browser(page: Browser
     assert page.keys.token != token  # the next link is another
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "192.168.0.7", "0.0.0.0", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "192.168.0.7", "0.0.0.0", ""]
+)
 def test_a_foreign_host_is_refused(page: Browser, host: str) -> None:
     """DNS rebinding: the name of a page leads to 127.0.0.1, and its Host header says so."""
     assert page.raw("GET", "/api/runs", Host=host.format(port=page.port))[0] in (400, 403)
@@ -125,7 +132,13 @@ def test_no_name_leads_out_of_the_folders(page: Browser, home: Path) -> None:
 
 
 def test_files_of_the_page_are_a_list(page: Browser) -> None:
-    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/vendor/..%2f..%2fapp.py", "/static//etc/passwd", "/etc/passwd"):
+    for path in (
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/vendor/..%2f..%2fapp.py",
+        "/static//etc/passwd",
+        "/etc/passwd",
+    ):
         assert page.raw("GET", path)[0] == 404, path
     status, headers, body = page.raw("GET", "/static/main.js")
     assert (status, headers["content-type"], b"useEffect" in body) == (200, "text/javascript; charset=utf-8", True)
@@ -145,10 +158,19 @@ def test_names_never_reach_a_shell(page: Browser, home: Path, tmp_path: Path, mo
     """The program that is started writes down its words: each name is one of them, and none is an option."""
     told = tmp_path / "told"
     echo = tmp_path / "echo"
-    echo.write_text(f"#!{sys.executable}\nimport sys, pathlib\npathlib.Path({str(told)!r}).write_text('\\n'.join(sys.argv[1:]))\n")
+    echo.write_text(
+        f"#!{sys.executable}\nimport sys, pathlib\npathlib.Path({str(told)!r}).write_text('\\n'.join(sys.argv[1:]))\n"
+    )
     echo.chmod(0o755)
     monkeypatch.setattr(studio_jobs.sys, "executable", str(echo))
-    for name in ("a; touch pwned.yaml", "$(touch pwned).yaml", "`touch pwned`.yaml", "a|b & c.yaml", "--fresh.yaml", "-o x.yaml"):
+    for name in (
+        "a; touch pwned.yaml",
+        "$(touch pwned).yaml",
+        "`touch pwned`.yaml",
+        "a|b & c.yaml",
+        "--fresh.yaml",
+        "-o x.yaml",
+    ):
         (home / name).write_text(RECIPE)
         job = page.post("/api/start", file=name)
         for _ in range(2000):
@@ -164,7 +186,10 @@ def test_names_never_reach_a_shell(page: Browser, home: Path, tmp_path: Path, mo
 
 
 def test_text_of_a_model_is_never_a_page(page: Browser, home: Path) -> None:
-    folder = make_run(home / "runs" / "evil", [start() | {"run": SCRIPT}, step(1), {"event": "notice", "time": 2, "session": 1, "text": SCRIPT}])
+    folder = make_run(
+        home / "runs" / "evil",
+        [start() | {"run": SCRIPT}, step(1), {"event": "notice", "time": 2, "session": 1, "text": SCRIPT}],
+    )
     (folder / "answers.jsonl").write_text(json.dumps({"prompt": SCRIPT, "answer": SCRIPT}) + "\n")
     (folder / "report.html").write_text(SCRIPT)
     for path in ("/api/runs", "/api/answers?run=runs/evil", f"/api/recipe?file={quote(SCRIPT)}"):

@@ -31,7 +31,7 @@ LINE = re.compile(
 )
 BLOCK = 1 << 18  # bytes read at a time: 10 ms, in which no other thread answers
 LONGEST_LINE = 16 << 20  # bytes; what is longer is none of ours
-TAIL = 64  # bytes before the place where reading goes on: if they have changed, so has the file
+TAIL = 1024  # bytes before the place where reading goes on, several lines: if they have changed, so has the file
 HEAD_BYTES, TAIL_BYTES = 1 << 16, 1 << 14  # of a first look
 MOST_FIGURES, MOST_SAMPLES, MOST_NOTICES = 16, 20, 400
 USUAL = {*COLUMNS, "event", "session", "epoch", "loss_tokens"}

@@ -150,7 +150,8 @@ def edit(text: str, key: str, value: str) -> str:
     if not value:
         section.pop(last, None)
     else:
-        section[last] = read_value(value, key)
+        plain_value = read_value(value, key)
+        section[last] = plain_value if isinstance(plain_value, str) else yaml.load(value)  # 1e-3 stays 1e-3
     written = io.StringIO()
     try:
         yaml.dump(tree, written)
