@@ -87,15 +87,16 @@ def test_a_live_run_tells_what_is_new_and_what_is_gone(page: Browser, home: Path
 
 def test_a_run_that_holds_its_lock_is_stopped_by_ctrl_c(page: Browser, home: Path) -> None:
     """The child locks the folder as a run does, and says which signal came."""
-    code = (
-        "import signal, sys\nfrom pronghorn.train.run.run_folder import RunFolder\n"
-        "with RunFolder(sys.argv[1]):\n    print('held', flush=True)\n    print(signal.sigwait([signal.SIGINT]), flush=True)\n"
-    )
+    code = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+from pronghorn.train.run.run_folder import RunFolder
+with RunFolder(sys.argv[1]):
+    print("held", flush=True)
+    print(int(signal.sigwait([signal.SIGINT])), flush=True)
+"""
     folder = home / "runs" / "one"
-    run = subprocess.Popen(
-        [sys.executable, "-c", "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n" + code, str(folder)],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    run = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     with run:
         assert run.stdout is not None
         assert run.stdout.readline() == "held\n"
@@ -185,9 +186,8 @@ def test_a_dropped_file_is_data_and_replaces_none(page: Browser, home: Path) -> 
 def test_a_command_lives_without_the_studio(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its session is its own; a second studio knows it by its number and its birth, and can stop it."""
     wait = home / "wait"
-    wait.write_text(
-        f"#!{sys.executable}\nimport time\nprint('here', flush=True)\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    print('bye')\n"
-    )
+    code = "import time\nprint('here', flush=True)\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    print('bye')\n"
+    wait.write_text(f"#!{sys.executable}\n{code}")
     wait.chmod(0o755)
     monkeypatch.setattr("pronghorn.studio.jobs.sys.executable", str(wait))
     first = Jobs(home)

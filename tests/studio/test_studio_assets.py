@@ -12,8 +12,8 @@ from pronghorn.report.html_style import STYLE
 
 STATIC = Path(studio.__file__).parent / "static"
 MOST = 200_000  # bytes of the whole page, compressed
-# As in the packages of the npm registry: htm 3.1.1 preact/standalone.module.js (htm and Preact), uPlot 1.6.32 dist/uPlot.iife.min.js
-# and uPlot.min.css, and the file LICENSE of each.
+# As in the packages of the npm registry: preact/standalone.module.js of htm 3.1.1 (htm and Preact), dist/uPlot.iife.min.js and
+# dist/uPlot.min.css of uPlot 1.6.32, and the file LICENSE of each.
 VENDORED = {
     "htm-preact.js": "72284e8e9079c87817145df1110f74e8a2aa040b2fc384922e18dfcb46fc1fd7",
     "uPlot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",

@@ -1,6 +1,7 @@
 // A recipe as a form and as text, always in agreement; the plan of it on a GPU; and the start.
 import { html, useState, useEffect, useRef, get, post, useAsked, useLater, Command, Problem, Tile, count, money, gigabytes, to, go } from "./lib.js";
 
+const EMPTY = new Set(["", "[]", "{}"]);
 const LATER = 350; // ms after the last key
 
 export function Recipe({ given, about }) {
@@ -69,7 +70,7 @@ export function Recipe({ given, about }) {
 
 function Form({ fields, values, files, problems, set }) {
   const [search, look] = useState(""), words = search.toLowerCase();
-  const shown = fields.filter((one) => (words ? one.key.includes(words) || one.help.toLowerCase().includes(words) : one.first || one.key in values));
+  const shown = fields.filter((one) => (words ? one.key.includes(words) || one.help.toLowerCase().includes(words) : one.first || (one.key in values && values[one.key] !== one.default && !EMPTY.has(values[one.key]))));
   const choices = { "data.train": files?.data, "data.eval": files?.data, model: files?.models };
   return html`<form class="card form" onSubmit=${(e) => e.preventDefault()} aria-label="keys of the recipe">
     <label class="search">Find a key <input type="search" value=${search} onInput=${(e) => look(e.target.value)} placeholder=${`all ${fields.length} keys`} /></label>
@@ -80,11 +81,11 @@ function Form({ fields, values, files, problems, set }) {
 function Field({ one, value, list, set, wrong }) {
   const [now, type] = useState(value), id = `key-${one.key}`;
   useEffect(() => type(value), [value]);
-  const done = () => { if (now !== value) set(one.key, now); };
+  const done = (e) => { if (e.target.value !== value) set(one.key, e.target.value); };
   const hint = one.help || (one.default ? `default ${one.default}` : "");
   return html`<div class=${`field ${wrong ? "wrong" : ""}`}><label for=${id}>${one.key}</label>
     ${one.choices.length ? html`<select id=${id} value=${value} onChange=${(e) => set(one.key, e.target.value)}><option value="">${one.default ? `${one.default} (default)` : "not set"}</option>${[...new Set([value, ...one.choices])].filter(Boolean).map((choice) => html`<option value=${choice} selected=${choice === value}>${choice}</option>`)}</select>`
-      : html`<input id=${id} value=${now} list=${list} placeholder=${one.default} spellcheck="false" aria-invalid=${wrong} onInput=${(e) => type(e.target.value)} onChange=${done} onKeyDown=${(e) => { if (e.key === "Enter") done(); }} />`}
+      : html`<input id=${id} value=${now} list=${list} placeholder=${one.default} spellcheck="false" aria-invalid=${wrong} onInput=${(e) => type(e.target.value)} onChange=${done} onKeyDown=${(e) => { if (e.key === "Enter") done(e); }} />`}
     ${hint ? html`<small>${hint}</small>` : ""}</div>`;
 }
 
