@@ -1,7 +1,8 @@
 """`make studio-test`: the way of a new user, in Chromium, from an empty folder to a run that is stopped and resumed.
 
-Needs chromium and chromedriver (Debian's packages, installed where that is allowed), selenium (PyPI) and axe-core (npm, checked by
-its SHA-256). Where one of them is missing and cannot be had it says so and ends with 0. `--shots FOLDER` keeps pictures of each page.
+Needs chromium and chromedriver (Debian's packages, installed where that is allowed), selenium (PyPI) and axe-core (npm, checked
+by its SHA-256). Where one of them is missing and cannot be had it says so and ends with 0. `--shots FOLDER` keeps pictures of
+each page.
 """
 
 from __future__ import annotations
@@ -148,9 +149,12 @@ class Page:
 
     def accessible(self, where: str) -> None:
         self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": self._checker})  # not held by the page's policy
-        done = "const tell = arguments[arguments.length - 1]; axe.run().then(found => tell(found.violations), e => tell([String(e)]))"
+        done = (
+            "const tell = arguments[arguments.length - 1], failed = e => ({impact: 'critical', id: String(e), nodes: []});"
+            "axe.run().then(found => tell(found.violations), e => tell([failed(e)]))"
+        )
         found = [one for one in self.driver.execute_async_script(done) if one["impact"] in ("serious", "critical")]
-        told = [(one["id"], one["help"], [node["html"][:200] for node in one["nodes"][:4]]) for one in found]
+        told = [(one["id"], one.get("help"), [node["html"][:200] for node in one["nodes"][:4]]) for one in found]
         assert not told, f"{where}: {json.dumps(told, indent=1)}"
 
     def fits(self, where: str) -> None:
@@ -245,7 +249,7 @@ def picture(page: Page, file: Path, width: int) -> None:
     file.write_bytes(base64.b64decode(taken["data"]))
 
 
-# The way of a new user ---------------------------------------------------------------------------------------------------------
+# The way of a new user ----------------------------------------------------------------------------------------------------
 
 
 def to_a_running_training(page: Page, server: Server) -> None:
@@ -342,7 +346,8 @@ def talk_and_export(page: Page, home: Path) -> None:
     page.click("Unload the model")
     page.go("#/run?run=runs/mine")
     page.click("Export")
-    page.wait(lambda: (home / "runs" / "mine" / "export-adapter" / "adapter_config.json").is_file(), "nothing is exported")
+    exported = home / "runs" / "mine" / "export-adapter" / "adapter_config.json"
+    page.wait(exported.is_file, "nothing is exported")
     page.shows("check:")
 
 

@@ -144,10 +144,14 @@ def test_files_of_the_page_are_a_list(page: Browser) -> None:
     assert (status, headers["content-type"], b"useEffect" in body) == (200, "text/javascript; charset=utf-8", True)
 
 
-@pytest.mark.parametrize("key", ["output", "data.train", "model", "data.eval"])
+@pytest.mark.parametrize("key", ["output", "data.train", "model", "data.eval", "up"])
 def test_a_recipe_reaches_no_further(page: Browser, home: Path, key: str) -> None:
     lines = {"model": "m", "data.train": "data/a.jsonl", "data.eval": "data/a.jsonl", "output": "runs/new"}
-    lines[key] = str(home.parent / ("outside" if key in ("output", "model") else "secret.yaml"))
+    lines[key if key != "up" else "data.train"] = str(
+        home.parent / ("outside" if key in ("output", "model") else "secret.yaml")
+    )
+    if key == "up":
+        lines["data.train"] = "runs/../../*.yaml"  # a pattern is no file's name, and leads out all the same
     text = "model: {model}\ndata: {{train: {data.train}, eval: {data.eval}}}\noutput: {output}\n"
     for name, value in lines.items():
         text = text.replace(f"{{{name}}}", value)

@@ -140,6 +140,7 @@ class Studio:
             recipe = Recipe.model_validate(_without_nothing(reader.stats().recipe))
         except ValueError:
             raise RequestError("the log does not hold a recipe of this version", status=409) from None
+        self.places.require_recipe_inside(recipe)
         file, words = self._file_of(recipe, reader.folder), []
         if file is None:
             file = self.places.home / FOLDER / "recipes" / f"{reader.folder.name}.yaml"

@@ -28,6 +28,7 @@ from pronghorn.studio.places import Places
 NOTES = "studio.json"  # in a run's folder: the note and the tags that were given to it here
 AT_ONCE = 1 << 20  # bytes of news that a line of the table waits for
 PAUSE = 0.2  # seconds after an answer in which no log is read in the background
+MOST_ROWS = 5_000_000  # steps held in memory, 64 bytes each; of further runs the table shows the beginning and the end
 MOST_RUNS, MOST_OVER_EACH_OTHER = 2000, 40
 MOST_POINTS = 1500  # of one curve; a plot has about as many columns of pixels
 MOST_NOTE, MOST_TAGS, LONGEST_TAG = 20_000, 20, 40
@@ -102,6 +103,8 @@ class Library:
                 reader = self._waiting.pop(0)
             while (ago := time.monotonic() - self._asked) < PAUSE:  # answers come first
                 time.sleep(PAUSE - ago)
+            if sum(one.rows for one in list(self._readers.values())) > MOST_ROWS:
+                continue
             try:
                 reader.refresh()
             except OSError:

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pronghorn.recipe import Recipe, flat
 from pronghorn.serve.asked import SHOWN, RequestError
 
 RECIPES = (".yaml", ".yml")
 DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".jsonl.gz", ".jsonl.zst")
 SKIPPED = {"node_modules", "__pycache__", "venv", "site-packages"}
+FILES = ("model", "data.", "rewards")  # keys of a recipe that may name files
 LONGEST_NAME = 255  # bytes of one part of a path
 DEEPEST, MOST_FILES = 3, 500  # folders below a root that are looked through for recipes and data, and names that are listed
 
@@ -51,13 +53,19 @@ class Places:
         name = self.name(path)
         return f"./{name}" if name.startswith("-") else name
 
-    def require_recipe_inside(self, recipe: Any) -> None:
-        """A recipe names files of its own: those that are here lie in the chosen folders, and so does what it writes."""
-        named = [recipe.output, recipe.model, recipe.data.eval, recipe.data.chat_template, recipe.data.select]
-        named += [source if isinstance(source, str) else source.path for source in recipe.data.train]
-        for one in named:
-            if isinstance(one, (str, Path)) and (one is recipe.output or os.path.lexists(self.home / Path(one).expanduser())):
-                self.inside(str(Path(one).expanduser()))
+    def require_recipe_inside(self, recipe: Recipe) -> None:
+        """A recipe names files of its own: those that are here lie in the chosen folders, and so does what it writes. What leads
+        up or begins at the root is a file's name wherever one may stand."""
+        for key, value in flat(recipe.model_dump(mode="json")).items():
+            for text in _texts(value):
+                far = text.startswith(("/", "~")) or ".." in Path(text).parts
+                path = os.path.expanduser(text)  # noqa: PTH111 - `Path` raises for the ~ of nobody
+                if (
+                    key == "output"
+                    or (far and key.startswith(FILES))
+                    or (len(path) <= LONGEST_NAME and "\0" not in path and os.path.lexists(self.home / path))
+                ):
+                    self.inside(path)
 
     def recipes(self) -> list[str]:
         return self._files(RECIPES)
@@ -82,3 +90,14 @@ class Places:
                 folders[:] = [] if stop else [one for one in folders if one not in SKIPPED and not one.startswith(".")]
                 if "run.jsonl" not in files:
                     yield from (here / name for name in files)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)

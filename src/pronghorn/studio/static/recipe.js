@@ -104,8 +104,8 @@ function Text({ text, write, problems, sound }) {
 }
 
 function Plan({ text, file, sound, about, values, set }) {
-  const [gpu, choose] = useState(""), [budget, limit] = useState(0), [asked, ask] = useState(null), [found, show] = useState(null), [error, fail] = useState(null), [busy, work] = useState(false);
-  const turn = useRef(0), wanted = useLater(asked && JSON.stringify({ gpu, budget }), 250);
+  const [gpu, choose] = useState(""), [budget, limit] = useState(0), [asked, ask] = useState(0), [found, show] = useState(null), [error, fail] = useState(null), [busy, work] = useState(false);
+  const turn = useRef(0), wanted = useLater(asked && JSON.stringify({ asked, gpu, budget }), 250);
   const vram = about.vram[gpu] || 0;
   const look = async () => {
     const mine = ++turn.current;
@@ -117,12 +117,12 @@ function Plan({ text, file, sound, about, values, set }) {
     } catch (one) { if (mine === turn.current) fail(one); }
     if (mine === turn.current) work(false);
   };
-  useEffect(() => { if (wanted && sound) look(); }, [wanted, text]);
+  useEffect(() => { if (wanted && sound && text) look(); }, [wanted, text]);
   const one = found?.gpus?.length === 1 ? found.gpus[0] : null;
   return html`<section aria-label="plan"><h2>Plan</h2><div class="card"><div class="row">
       <label>GPU <select value=${gpu} onChange=${(e) => { choose(e.target.value); limit(0); }}><option value="">this machine's, or all</option>${Object.entries(about.gpus).map(([name, title]) => html`<option value=${name}>${title}</option>`)}</select></label>
-      ${vram ? html`<label class="grow">memory budget ${budget ? `${budget} GB` : "all of it"} <input type="range" min=${Math.max(1, Math.round(vram / 16))} max=${Math.floor(vram)} value=${budget || Math.floor(vram)} onInput=${(e) => { limit(Number(e.target.value)); ask(1); }} /></label>` : ""}
-      <button onClick=${() => { ask(1); look(); }} disabled=${!sound || busy}>${busy ? "planning…" : "Plan"}</button>
+      ${vram ? html`<label class="grow">memory budget ${budget ? `${budget} GB` : "all of it"} <input type="range" min=${Math.max(1, Math.round(vram / 16))} max=${Math.floor(vram)} value=${budget || Math.floor(vram)} onInput=${(e) => { limit(Number(e.target.value)); ask(asked || 1); }} /></label>` : ""}
+      <button onClick=${() => ask(asked + 1)} disabled=${!sound || busy}>${busy ? "planning…" : "Plan"}</button>
       ${budget ? html`<button class="quiet" onClick=${() => set("memory.budget", `${budget}GB`)}>write memory.budget: ${budget}GB</button>` : ""}</div>
     <${Problem} error=${error} />${one ? html`<${OnePlan} one=${one} />` : found?.gpus?.length ? html`<${Several} all=${found.gpus} />` : html`<p class="note">Memory, speed, hours and cost before anything is downloaded or started; needs no GPU.</p>`}
     <${Command} text=${found?.command} /></div></section>`;

@@ -4,7 +4,7 @@ import { html, useState, useEffect, useRef, get, post, useAsked, Command, Proble
 export function Talk({ given }) {
   const runs = useAsked(() => get("runs"), 0, []);
   const [run, choose] = useState(given.get("run") || ""), [job, open] = useState(null), [error, fail] = useState(null);
-  const [system, instruct] = useState(""), [prompt, write] = useState(""), [heat, warm] = useState(0), [turns, add] = useState([]), [busy, work] = useState(false), [rated, rate] = useState([]);
+  const [system, instruct] = useState(""), [prompt, write] = useState(""), [heat, warm] = useState(0), [longest, limit] = useState(256), [turns, add] = useState([]), [busy, work] = useState(false), [rated, rate] = useState([]);
   const stop = useRef(null);
   useEffect(() => { if (!run && runs.value?.runs.length) choose((runs.value.runs.find((one) => one.state === "done") || runs.value.runs[0]).folder); }, [runs.value]);
   useEffect(() => () => stop.current?.abort(), []);
@@ -24,7 +24,7 @@ export function Talk({ given }) {
     try {
       for (const model of job.models) {
         const messages = [...(system ? [{ role: "system", content: system }] : []), ...before.flatMap((one) => [{ role: "user", content: one.prompt }, { role: "assistant", content: one.answers[model] || "" }]), { role: "user", content: prompt }];
-        await streamed({ job: job.id, model, messages, temperature: heat, max_tokens: 512 }, stop.current.signal, (piece) => { turn.answers[model] += piece; add([...before, { ...turn, answers: { ...turn.answers } }]); });
+        await streamed({ job: job.id, model, messages, temperature: heat, max_tokens: longest }, stop.current.signal, (piece) => { turn.answers[model] += piece; add([...before, { ...turn, answers: { ...turn.answers } }]); });
       }
     } catch (one) { if (one.name !== "AbortError") fail(one); }
     work(false);
@@ -41,7 +41,8 @@ export function Talk({ given }) {
   return html`<div class="title"><h1>Talk</h1></div><${Problem} error=${runs.error || error} />
     <div class="row"><label>Run <select value=${run} disabled=${ready} onChange=${(e) => { choose(e.target.value); open(null); add([]); }}>${(runs.value?.runs || []).map((one) => html`<option value=${one.folder} selected=${one.folder === run}>${one.folder}</option>`)}</select></label>
       ${job?.running ? html`<button onClick=${end}>${ready ? "Unload the model" : "Cancel"}</button>` : html`<button class="primary" disabled=${!run} onClick=${start}>Load the model</button>`}
-      <label>temperature ${heat} <input type="range" min="0" max="1.5" step="0.1" value=${heat} onInput=${(e) => warm(Number(e.target.value))} /></label></div>
+      <label>temperature ${heat} <input type="range" min="0" max="1.5" step="0.1" value=${heat} onInput=${(e) => warm(Number(e.target.value))} /></label>
+      <label>longest answer, tokens <input type="number" min="1" max="100000" value=${longest} onInput=${(e) => limit(Math.max(1, Number(e.target.value) || 1))} /></label></div>
     ${runs.value && !runs.value.runs.length ? html`<div class="card none">No run to talk to yet. <a href=${to("recipe")}>Train one</a>.</div>` : ""}
     <${Command} text=${job?.command} />
     ${job && !job.url ? html`<p role="status" class="note">${job.running ? "loading the model; this takes as long as on the command line…" : "the command has ended:"}</p>${job.running ? "" : html`<pre class="output" tabindex="0">${job.output}</pre>`}` : ""}
