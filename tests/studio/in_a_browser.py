@@ -390,11 +390,11 @@ def main() -> None:
             print("plan and data: yes", flush=True)
             talk_and_export(page, home)
             print("talk and export: yes", flush=True)
-            gone(page, home)
-            print("torn line, folder gone and back: yes", flush=True)
             shots(page, arguments.shots, {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml",
                                           "data": "#/data?file=mine.yaml", "talk": "#/talk", "commands": "#/jobs"})  # fmt: skip
             print("every page at 1280 and 400 px, light and dark, without a serious violation: yes", flush=True)
+            gone(page, home)
+            print("torn line, folder gone and back: yes", flush=True)
             page.quiet()
         finally:
             server.kill()

@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pronghorn import __version__
 from pronghorn.errors import PronghornError
@@ -120,7 +121,7 @@ class Studio:
         wrong_first = sorted(rows, key=lambda row: sum(row.scores.values()))
         return [plain(asdict(row)) for row in wrong_first[:MOST_ANSWERS]]
 
-    async def live(self, request: Request) -> Response:
+    async def live(self, request: Request) -> ASGIApp:
         try:
             reader = await run_in_threadpool(self.library.reader, request.query_params.get("run"))
         except RequestError as error:
@@ -240,7 +241,7 @@ class Studio:
         folder = self.library.reader(given.get("run")).folder
         return self.talks.open(self.places.word(folder), self.places.name(folder))
 
-    async def say(self, request: Request) -> Response:
+    async def say(self, request: Request) -> ASGIApp:
         try:
             given = _body(await request.body())
             words = await run_in_threadpool(self.talks.say, given)
@@ -248,22 +249,21 @@ class Studio:
             return refused(error)
         return self._stream(words)
 
-    def _stream(self, events: AsyncIterator[str]) -> Response:
+    def _stream(self, events: AsyncIterator[str]) -> ASGIApp:
         if not self._streams.acquire(blocking=False):
             return refused(RequestError(f"{MOST_STREAMS} streams are open already; close some tabs", status=429))
         return _Stream(events, self._streams.release)
 
 
-class _Stream(StreamingResponse):
-    """Gives its place back however it ends."""
+class _Stream:
+    """An answer that gives its place back however it ends."""
 
     def __init__(self, events: AsyncIterator[str], done: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._done = done
+        self._answer, self._done = StreamingResponse(events, media_type="text/event-stream"), done
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await self._answer(scope, receive, send)
         finally:
             self._done()
 

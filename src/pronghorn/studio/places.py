@@ -54,8 +54,8 @@ class Places:
         return f"./{name}" if name.startswith("-") else name
 
     def require_recipe_inside(self, recipe: Recipe) -> None:
-        """A recipe names files of its own: those that are here lie in the chosen folders, and so does what it writes. What leads
-        up or begins at the root is a file's name wherever one may stand."""
+        """A recipe names files of its own: those that are here lie in the chosen folders, and so does what it writes. What
+        leads up or begins at the root is a file's name wherever one may stand."""
         for key, value in flat(recipe.model_dump(mode="json")).items():
             for text in _texts(value):
                 far = text.startswith(("/", "~")) or ".." in Path(text).parts

@@ -49,7 +49,8 @@ class Talks:
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             line.close()
             raise RequestError(f"the model does not answer: {error}", status=502) from None
-        return iterate_in_threadpool(_words(line, answer))
+        words: AsyncIterator[str] = iterate_in_threadpool(_words(line, answer))
+        return words
 
     def _ready(self, name: str) -> dict[str, Any]:
         """What `pronghorn serve --json` printed when it began to listen."""

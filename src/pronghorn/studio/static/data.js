@@ -33,7 +33,7 @@ export function Data({ given }) {
   };
   const dropping = { onDragOver: (e) => { e.preventDefault(); hover(true); }, onDragLeave: () => hover(false), onDrop: (e) => { e.preventDefault(); hover(false); take(e.dataTransfer.files); } };
   return html`<div class="title"><h1>Data</h1></div>
-    <div class="row"><label>Recipe <select value=${file} onChange=${(e) => choose(e.target.value)}>${(files.value?.recipes || []).map((one) => html`<option selected=${one === file}>${one}</option>`)}</select></label>
+    <div class="row"><label>Recipe <select value=${file} onChange=${(e) => choose(e.target.value)}>${(files.value?.recipes || []).map((one) => html`<option value=${one} selected=${one === file}>${one}</option>`)}</select></label>
       <form class="row grow" onSubmit=${find}><label class="grow">Search the rows <input type="search" value=${search} onInput=${(e) => look(e.target.value)} /></label><button disabled=${!text || busy}>Find</button></form></div>
     <${Problem} error=${files.error || error} />
     <div class=${`drop ${over ? "over" : ""}`} ...${dropping}><label>Drop a file of data here, or <input type="file" onChange=${(e) => take(e.target.files)} /></label>

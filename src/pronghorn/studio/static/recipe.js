@@ -57,7 +57,7 @@ export function Recipe({ given, about }) {
   };
   const sound = !read.problems.length && text;
   return html`<div class="title"><h1>Recipe</h1></div><${Problem} error=${files.error || error} />
-    <div class="row"><label>File <select value=${file} onChange=${(e) => open(e.target.value)}>${[...new Set([file, ...(files.value?.recipes || [])])].filter(Boolean).map((one) => html`<option selected=${one === file}>${one}</option>`)}</select></label>
+    <div class="row"><label>File <select value=${file} onChange=${(e) => open(e.target.value)}>${[...new Set([file, ...(files.value?.recipes || [])])].filter(Boolean).map((one) => html`<option value=${one} selected=${one === file}>${one}</option>`)}</select></label>
       <button onClick=${fresh}>New</button><label class="grow">Name <input value=${file} onInput=${(e) => { name(e.target.value); know(""); }} spellcheck="false" /></label>
       <button onClick=${save} disabled=${!text || text === saved}>Save</button><button onClick=${() => run("check")} disabled=${!sound}>Check</button>
       <button class="primary" onClick=${() => run("train")} disabled=${!sound}>Start</button></div>

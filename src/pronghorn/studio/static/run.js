@@ -79,7 +79,7 @@ function Actions({ folder, facts }) {
       ${facts.resumable ? html`<button class="primary" disabled=${busy} onClick=${() => act("resume", {}, "It goes on from its last checkpoint; loading takes a moment.")}>Resume</button>` : ""}
       ${facts.report ? html`<a class="button" href=${`/page?${new URLSearchParams({ file: `${folder}/report.html` })}`} target="_blank" rel="noopener">Report</a>` : ""}
       ${facts.checkpoints.length ? html`<a class="button" href=${to("talk", { run: folder })}>Talk</a>
-        <span class="joined"><select ref=${target} aria-label="format of the export">${TARGETS.map((name) => html`<option>${name}</option>`)}</select>
+        <span class="joined"><select ref=${target} aria-label="format of the export">${TARGETS.map((name) => html`<option value=${name}>${name}</option>`)}</select>
         <button disabled=${busy} onClick=${() => act("export", { to: target.current.value }, "The export is on its way; its output is below.")}>Export</button></span>` : ""}
       <a class="button" href=${to("runs", { run: folder })}>Compare</a></div>
     ${said ? html`<div role="status" class="said-by">${said.text}<${Command} text=${said.command} /></div>` : ""}<${Problem} error=${error} />`;
