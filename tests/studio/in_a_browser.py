@@ -240,6 +240,7 @@ def shots(page: Page, place: Path | None, pages: dict[str, str]) -> None:
 
 
 def picture(page: Page, file: Path, width: int) -> None:
+    page.js("scrollTo(0, 0)")
     tall = min(1700, int(page.js("return document.documentElement.scrollHeight")))
     clip = {"x": 0, "y": 0, "width": width, "height": tall, "scale": 1}
     taken = page.driver.execute_cdp_cmd(

@@ -52,4 +52,5 @@ def studio(arguments: argparse.Namespace) -> None:
         arguments.port,
         browse=not (arguments.no_browser or arguments.json),
         demo=arguments.demo,
+        as_json=arguments.json,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import sys
 import webbrowser
@@ -61,14 +62,18 @@ def prepare(home: Path, runs: list[Path], also: list[Path], host: str, port: int
     return Served(studio, uvicorn.Server(config), listener, lambda token: f"http://{place}:{port}/?token={token}")
 
 
-def serve(home: Path, runs: list[Path], also: list[Path], host: str, port: int, *, browse: bool, demo: bool) -> None:
+def serve(
+    home: Path, runs: list[Path], also: list[Path], host: str, port: int, *, browse: bool, demo: bool, as_json: bool
+) -> None:
     keys = Keys(renewed=lambda token: print(f"another browser: {served.link(token)}", file=sys.stderr, flush=True))
     served = prepare(home, runs, also, host, port, keys)
     if demo:
         served.studio.jobs.start("demo", [], "runs/demo")
-    print(f"studio: {served.link(keys.token)}\nThe link works once. Ctrl-C ends the studio; runs go on.", flush=True)
+    link = served.link(keys.token)
+    told = f"studio: {link}\nThe link works once. Ctrl-C ends the studio; runs go on."
+    print(json.dumps({"url": link}) if as_json else told, flush=True)
     if browse:
-        webbrowser.open(served.link(keys.token))
+        webbrowser.open(link)
     served.run()
 
 

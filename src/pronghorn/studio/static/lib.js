@@ -42,7 +42,7 @@ export function figure(value) {
 
 export const count = (value) => (value === null || value === undefined ? MISSING : Math.round(value).toLocaleString("en"));
 export const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
-export const money = (value) => (value === null || value === undefined ? MISSING : `${value.toFixed(value < 10 ? 2 : 0)} USD`);
+export const money = (value) => (value === null || value === undefined ? MISSING : value > 0 && value < 0.01 ? "under 0.01 USD" : `${value.toFixed(value < 10 ? 2 : 0)} USD`);
 export const gigabytes = (bytes) => (bytes === null || bytes === undefined ? MISSING : `${(bytes / 1e9).toFixed(1)} GB`);
 
 export function duration(seconds) {

@@ -3,6 +3,7 @@ import { html, useEffect, useRef, useState } from "./lib.js";
 
 export const COLOURS = ["--train", "--eval", "--good", "--s-answers", "--s-checkpoint", "--s-read", "--s-wait", "--s-reference", "--s-report", "--s-load"];
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim() || "#888";
+const WHOLE = Array.from({ length: 14 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat(); // there is no step 2.5
 const short = (value) => {
   const size = Math.abs(value);
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(3)}B`;
@@ -33,12 +34,12 @@ function options(series, log, height, width, unit, fromZero, pointed) {
         return [fromZero && low >= 0 ? 0 : low - room, high + room];
       } },
     },
-    axes: [{ ...axis, values: (_, all) => all.map(short), size: 30 }, { ...axis, values: (_, all) => all.map((one) => (one === null ? "" : short(one))), size: 54 }],
+    axes: [{ ...axis, ...(unit === "hours" ? {} : { incrs: WHOLE }), values: (_, all) => all.map(short), size: 30 }, { ...axis, values: (_, all) => all.map((one) => (one === null ? "" : short(one))), size: 54 }],
     hooks: { setCursor: [pointed] },
     cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false } },
     series: [{ label: unit }, ...series.map((one) => ({
       label: one.name, stroke: () => colour(one.colour), width: one.kind === "faint" ? 1 : 2, alpha: one.kind === "faint" ? 0.35 : 1,
-      spanGaps: true, points: { show: one.kind === "dots" || one.x.length === 1, size: 7, fill: () => colour(one.colour) }, paths: one.kind === "dots" ? () => null : undefined,
+      spanGaps: true, points: { show: Boolean(one.marked) || one.x.length === 1, size: 7, fill: () => colour(one.colour) },
     }))],
   };
 }
@@ -48,12 +49,12 @@ function aligned(series) {
   return series.length ? window.uPlot.join(series.map((one) => [one.x, one.y])) : [[]];
 }
 
-// series: [{name, colour, x, y, kind: line | faint | dots}]
+// series: [{name, colour, x, y, kind: line | faint, marked: each of its points is shown}]
 export function Plot({ title, series, height = 240, log = false, unit = "step", fromZero = false, empty = "no data yet", children }) {
   const place = useRef(null), plot = useRef(null);
   const [pointed, point] = useState(null);
   const shown = series.filter((one) => one.x.length);
-  const shape = JSON.stringify([shown.map((one) => [one.name, one.colour, one.kind, one.x.length === 1]), log, height, unit]);
+  const shape = JSON.stringify([shown.map((one) => [one.name, one.colour, one.kind, one.marked, one.x.length === 1]), log, height, unit]);
   useEffect(() => {
     if (!shown.length || !window.uPlot) return undefined;
     const box = place.current;

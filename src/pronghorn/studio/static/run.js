@@ -45,7 +45,7 @@ export function Run({ given }) {
   if (!facts) return html`<div class="title"><h1>${folder}</h1></div>${line === "gone" ? html`<${Gone} />` : line === "lost" ? html`<${Lost} />` : html`<p class="sub">reading the log…</p>`}`;
   const size = facts.trainable && facts.parameters ? `${count(facts.trainable)} of ${count(facts.parameters)} parameters trained` : "";
   return html`<div class="title"><h1>${facts.name || folder}</h1><${State} state=${facts.state} /></div>
-    <p class="sub">${[facts.model, facts.method, facts.precision, facts.device, size].filter(Boolean).join(" · ")}</p>
+    <p class="sub" title=${facts.model}>${[facts.model.startsWith("/") ? facts.model.split("/").pop() : facts.model, facts.method, facts.precision, facts.device, size].filter(Boolean).join(" · ")}</p>
     ${line === "gone" ? html`<${Gone} />` : line === "lost" ? html`<${Lost} />` : ""}
     ${facts.bad_lines ? html`<div class="why" role="status">${facts.bad_lines === 1 ? "One line" : `${facts.bad_lines} lines`} of run.jsonl cannot be read and ${facts.bad_lines === 1 ? "is" : "are"} left out; the rest counts.</div>` : ""}
     ${facts.why ? html`<p class="why">${facts.why}</p>` : ""}
@@ -113,7 +113,7 @@ function Plots({ facts, curves }) {
     return [{ name: "each step", colour, x, y: above(y), kind: "faint" }, { name: label, colour, x, y: above(smooth(y, Math.max(2, Math.round(x.length / 50)))) }];
   };
   const evals = facts.evals.filter((one) => typeof one.loss === "number" && one.step);
-  const main = useMemo(() => [...line("loss", "training", "--train"), { name: "evaluation", colour: "--eval", x: evals.map((one) => one.step), y: evals.map((one) => one.loss), kind: "line" }], [curves.loss, evals.length, log]);
+  const main = useMemo(() => [...line("loss", "training", "--train"), { name: "evaluation", colour: "--eval", x: evals.map((one) => one.step), y: evals.map((one) => one.loss), marked: evals.length < 60 }], [curves.loss, evals.length, log]);
   const others = Object.keys(curves).filter((name) => ![...USUAL, "loss"].includes(name) && curves[name].x.length).slice(0, 6);
   return html`<h2>Training</h2><${Plot} title="Loss" series=${main} height=${330} log=${log} empty="no step yet">
       <label class="switch"><input type="checkbox" checked=${log} onChange=${(e) => setLog(e.target.checked)} />log scale</label><//>

@@ -56,7 +56,7 @@ function Overlay({ runs, names, mark }) {
   const found = useAsked(() => get("overlay", { run: runs, y, x, smooth: even }), 0, [key, y, x, even, mark]);
   const different = useAsked(() => (runs.length > 1 ? get("differences", { run: runs }) : Promise.resolve({})), 0, [key]);
   const series = useMemo(() => (found.value || []).filter((one) => runs.includes(one.run)).map((one) => ({
-    name: names[one.run] || one.run, colour: COLOURS[runs.indexOf(one.run) % COLOURS.length], x: one.x, y: log ? one.y.map((value) => (value > 0 ? value : null)) : one.y, kind: y === "eval" ? "line" : "line",
+    name: names[one.run] || one.run, colour: COLOURS[runs.indexOf(one.run) % COLOURS.length], x: one.x, y: log ? one.y.map((value) => (value > 0 ? value : null)) : one.y, marked: y === "eval",
   })), [found.value, log]);
   const rows = Object.entries(different.value || {});
   return html`<section class="overlay" aria-label="comparison"><${Problem} error=${found.error} />
