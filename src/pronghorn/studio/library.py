@@ -53,7 +53,6 @@ class Library:
 
     def rows(self) -> list[dict[str, Any]]:
         found = [row for log in self._logs() if (row := self._row(log))]
-        self._asked = time.monotonic()
         return sorted(found, key=lambda row: -(row["when"] or 0.0))
 
     def _logs(self) -> list[Path]:
@@ -70,6 +69,7 @@ class Library:
             about = (folder / FILE_NAME).stat()
         except OSError:
             return None
+        self._asked = time.monotonic()
         reader = self._reader_of(folder)
         mark = (about.st_size, about.st_mtime_ns, reader.partial)
         known, row = self._rows.get(folder, (None, {}))

@@ -7,13 +7,13 @@ const LATER = 350; // ms after the last key
 export function Recipe({ given, about }) {
   const files = useAsked(() => get("files"), 0, []), fields = useAsked(() => get("fields"), 0, []).value || [];
   const [file, name] = useState(given.get("file") || ""), [text, write] = useState(""), [known, know] = useState("");
-  const [read, seen] = useState({ values: {}, problems: [], run: null }), [error, fail] = useState(null), [said, say] = useState(null), [saved, keep] = useState("");
+  const [read, seen] = useState({ values: {}, problems: [], run: null }), [error, fail] = useState(null), [said, say] = useState(null), [saved, keep] = useState(""), [fresh, over] = useState(false);
   const settled = useLater(text, LATER), turn = useRef(0);
   const open = async (path) => {
     fail(null); say(null);
     try { const one = await get("recipe", { file: path }); name(one.file); write(one.text); know(one.version); keep(one.text); seen(one); } catch (one) { fail(one); }
   };
-  const fresh = async () => {
+  const begin = async () => {
     fail(null); say(null);
     const there = files.value || { data: [], models: [], recipes: [] }, data = there.data.find((one) => /train/.test(one)) || there.data[0];
     const stem = (data || "my").split("/").pop().split(".")[0];
@@ -22,7 +22,7 @@ export function Recipe({ given, about }) {
       name(`${stem}.yaml`); write(one.text); know(""); keep(""); seen(one);
     } catch (one) { fail(one); }
   };
-  useEffect(() => { if (!files.value) return; if (given.get("file")) open(given.get("file")); else if (files.value.recipes.length) open(files.value.recipes[0]); else fresh(); }, [files.value]);
+  useEffect(() => { if (!files.value) return; if (given.get("file")) open(given.get("file")); else if (files.value.recipes.length) open(files.value.recipes[0]); else begin(); }, [files.value]);
   useEffect(() => {
     if (!settled) return;
     const mine = ++turn.current;
@@ -58,11 +58,12 @@ export function Recipe({ given, about }) {
   const sound = !read.problems.length && text;
   return html`<div class="title"><h1>Recipe</h1></div><${Problem} error=${files.error || error} />
     <div class="row"><label>File <select value=${file} onChange=${(e) => open(e.target.value)}>${[...new Set([file, ...(files.value?.recipes || [])])].filter(Boolean).map((one) => html`<option value=${one} selected=${one === file}>${one}</option>`)}</select></label>
-      <button onClick=${fresh}>New</button><label class="grow">Name <input value=${file} onInput=${(e) => { name(e.target.value); know(""); }} spellcheck="false" /></label>
+      <button onClick=${begin}>New</button><label class="grow">Name <input value=${file} onInput=${(e) => { name(e.target.value); know(""); }} spellcheck="false" /></label>
       <button onClick=${save} disabled=${!text || text === saved}>Save</button><button onClick=${() => run("check")} disabled=${!sound}>Check</button>
-      <button class="primary" onClick=${() => run("train")} disabled=${!sound}>Start</button></div>
+      <button class="primary" onClick=${() => run("train", { fresh })} disabled=${!sound}>Start</button>
+      <label class="check" title="the old folder of the run is renamed, not deleted"><input type="checkbox" checked=${fresh} onChange=${(e) => over(e.target.checked)} /> start over</label></div>
     ${said ? html`<div class="said-by" role="status">${said.text}<${Command} text=${said.command} /></div>` : ""}
-    ${read.run && file ? html`<${Command} text=${`pronghorn train ${file}`} />` : ""}
+    ${read.run && file ? html`<${Command} text=${`pronghorn train ${file}${fresh ? " --fresh" : ""}`} />` : ""}
     <div class="editor"><${Form} fields=${fields} values=${read.values} files=${files.value} problems=${read.problems} set=${set} /><${Text} text=${text} write=${write} problems=${read.problems} sound=${sound} /></div>
     <${Plan} text=${settled} file=${file} sound=${sound} about=${about} values=${read.values} set=${set} />
     <p class="note"><a href=${to("data", { file })}>Look at the rows</a> as the model sees them, token by token. Another tool's config: <code>pronghorn new --from axolotl.yaml -o my.yaml</code></p>`;
