@@ -354,6 +354,8 @@ def talk_and_export(page: Page, home: Path) -> None:
 
 def gone(page: Page, home: Path) -> None:
     run = home / "runs" / "mine"
+    page.go("#/run?run=runs/mine")
+    page.shows("Training")
     with (run / "run.jsonl").open("ab") as log:
         log.write(b'{"event":"ste\n')
     page.shows("One line of run.jsonl cannot be read")

@@ -109,7 +109,7 @@ function Plots({ facts, curves }) {
   const above = (y) => (log ? y.map((value) => (value > 0 ? value : null)) : y);
   const line = (name, label, colour) => {
     const { x, y } = curves[name] || { x: [], y: [] };
-    if (x.length < FEW) return [{ name: label, colour, x, y: above(y) }];
+    if (x.length < FEW) return [{ name: label === "smoothed" ? "each step" : label, colour, x, y: above(y) }];
     return [{ name: "each step", colour, x, y: above(y), kind: "faint" }, { name: label, colour, x, y: above(smooth(y, Math.max(2, Math.round(x.length / 50)))) }];
   };
   const evals = facts.evals.filter((one) => typeof one.loss === "number" && one.step);
