@@ -71,6 +71,8 @@ def test_a_token_counts_once_and_its_cookie_stays_with_the_browser(page: Browser
     assert re.search(r"; SameSite=strict", headers["set-cookie"])
     assert page.raw("GET", f"/?token={token}", Cookie="")[0] == 401
     assert page.keys.token != token  # the next link is another
+    status, headers, _ = page.raw("GET", f"/?token={token}")
+    assert (status, "set-cookie" in headers) == (303, False)  # whoever is in already stays in
 
 
 @pytest.mark.parametrize(

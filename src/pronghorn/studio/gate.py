@@ -83,21 +83,22 @@ class Gate:
             self._require_small_body(scope, headers)
         except RequestError as error:
             return refused(error)
+        known = self._keys.fits(cookie_parser(given.get("cookie", "")).get(self._name, ""))
         if scope["path"] == "/" and (token := parse_qs(scope["query_string"].decode("latin-1")).get("token")):
-            return self._let_in(token[-1])
-        if not self._keys.fits(cookie_parser(given.get("cookie", "")).get(self._name, "")):
-            return PlainTextResponse(NO_WAY_IN, 401)
-        return None
+            return self._let_in(token[-1], known=known)
+        return None if known else PlainTextResponse(NO_WAY_IN, 401)
 
     @property
     def _name(self) -> str:
         """Browsers send a cookie to every port of a name: two studios have two."""
         return f"pronghorn-studio-{self._port()}"
 
-    def _let_in(self, token: str) -> Response:
+    def _let_in(self, token: str, *, known: bool) -> Response:
+        answer = RedirectResponse("/", 303)  # the address without the token: nothing of it stays in the history
+        if known:  # a bookmark of the link, or a second click on it
+            return answer
         if not self._keys.take(token):
             return PlainTextResponse(NO_WAY_IN, 401)
-        answer = RedirectResponse("/", 303)  # the address without the token: nothing of it stays in the history
         answer.set_cookie(self._name, self._keys.cookie, httponly=True, samesite="strict", path="/")
         return answer
 
