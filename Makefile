@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Empty is unset: some containers set it, and every process that a test starts would compile what it imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint suite every-case dropin-cases gpu-test bench clean fuzz
+.PHONY: demo test studio-test lint suite every-case dropin-cases gpu-test bench clean fuzz
 
 demo: $(READY)
 	$(BIN)/pronghorn demo
@@ -23,6 +23,10 @@ lint: $(READY)
 # Without a GPU even where there is one, so that it says the same on every machine; what needs one is in gpu-test.
 suite: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The studio in Chromium. Sets itself up (Debian's chromium, selenium, axe-core), and says why where that cannot be.
+studio-test: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python tests/studio/in_a_browser.py
 
 # Needs a GPU machine. A change to kernels/, model/, memory/ or train/ ends with its result, benchmarks/results/gpu-test.json.
 gpu-test: $(READY)

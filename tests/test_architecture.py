@@ -39,6 +39,7 @@ ARROWS = {
         "export",
         "serve",
         "sweep",
+        "studio",
         "train",
         "memory",
         "model",
@@ -53,6 +54,8 @@ ARROWS = {
     "export": {"train", "evaluation", "model", "data", "report", "kernels"},
     "serve": {"train", "generation", "model", "data"},
     "sweep": {"train", "memory", "model", "report"},
+    # what it shows of a run and does to one are files and commands: of the rooms below it takes what reads and tells
+    "studio": {"serve", "train", "memory", "data", "report", "process", "recipe_file", "recipe_keys", "yaml_file"},
     "demo": {"train", "evaluation", "model", "data", "report", "recipe_file"},
     "train": {"evaluation", "generation", "rewards", "memory", "model", "data", "report", "kernels"},
     "evaluation": {"generation", "model", "data"},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import auditing, evaluating, exporting, planning, profiling, run_script, serving, starting, sweeping
+from pronghorn.cli import auditing, evaluating, exporting, planning, profiling, run_script, serving, starting, studio, sweeping
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -186,6 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--method", choices=("lora", "full"), default="lora", help="train adapters or all weights (default: %(default)s)"
     )
 
+    studio.options(verb("studio", studio.studio, studio.TEXT))
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
     one = verb("runs", runs, "list runs, or compare several")
     one.add_argument("folders", nargs="*", help="runs to compare; without any, list all runs under --root")

@@ -19,8 +19,8 @@ VERBS = {
     "dry-run": "check", "dryrun": "check", "lint": "check", "doctor": "check", "estimate": "plan",
     "forecast": "plan", "memory": "plan", "cost": "plan", "evaluate": "eval", "test": "eval", "score": "eval",
     "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "ask": "chat", "talk": "chat",
-    "server": "serve", "api": "serve", "merge":
-    "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
+    "server": "serve", "api": "serve", "ui": "studio", "gui": "studio", "web": "studio", "dashboard": "studio",
+    "merge": "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
     "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data", "audit": "data audit", "dedup": "data audit", "decontaminate": "data audit",
     "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",

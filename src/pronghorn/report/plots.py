@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from typing import Literal
 
 MOST_POINTS = 2000  # of one line; a screen has no more columns, and 100,000 steps stay a small file
@@ -76,21 +77,19 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def smooth(points: Sequence[Point], width: int | None = None) -> list[Point]:
-    """A centred mean over `width` points (a fiftieth of them by default), so without lag.
+def smooth(points: Sequence[Point], width: int | None = None, every: int = 1) -> list[Point]:
+    """A centred mean over `width` points (a fiftieth of them by default), so without lag. `every`: of so many points one.
 
     At the start, where a loss falls steeply, the window shrinks on both sides; at the end only its right side does,
     because there the trend is flat and a window of one point would show noise as a turn.
     """
     half = max(1, (len(points) // 50 if width is None else width) // 2)
-    sums = [0.0]
-    for _, y in points:
-        sums.append(sums[-1] + y)
+    sums = list(accumulate((y for _, y in points), initial=0.0))
     result = []
-    for i, (x, _) in enumerate(points):
+    for i in range(0, len(points), every):
         left = min(half, i)
         first, last = i - left, min(i + left, len(points) - 1)
-        result.append((x, (sums[last + 1] - sums[first]) / (last + 1 - first)))
+        result.append((points[i][0], (sums[last + 1] - sums[first]) / (last + 1 - first)))
     return result
 
 

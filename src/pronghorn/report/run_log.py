@@ -128,7 +128,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     lines.pop()  # what follows the last line break: nothing, or a torn line
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
-        event = _parse(line)
+        event = parse_event(line)
         if event is not None:
             events.append(event)
         elif number < len(lines):
@@ -187,7 +187,8 @@ def plain(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written to the run's log")
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """One line; None: it is no event of ours."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):  # covers broken JSON, broken UTF-8, and a hundred thousand brackets
@@ -239,7 +240,7 @@ def _repair(descriptor: int) -> tuple[int, int]:
     while end:
         whole = _after_last_break(descriptor, end)  # where the last complete line ends
         start = _after_last_break(descriptor, whole - 1) if whole else 0
-        last = _parse(os.pread(descriptor, whole - start, start)) if whole else None
+        last = parse_event(os.pread(descriptor, whole - start, start)) if whole else None
         if whole < end:
             os.ftruncate(descriptor, whole)
         end = whole

@@ -47,7 +47,7 @@ def _name(text: str) -> str:
     return found[1].strip("[]").lower().removesuffix(".") if found else ""
 
 
-def body_length(headers: Message, *, needed: bool) -> int:
+def body_length(headers: Message, *, needed: bool, largest: int = LARGEST_BODY) -> int:
     """From Content-Length. `needed`: the method has a body."""
     lengths = headers.get_all("Content-Length", [])
     if headers.get_all("Transfer-Encoding") or (needed and not lengths):
@@ -57,6 +57,6 @@ def body_length(headers: Message, *, needed: bool) -> int:
     if len(lengths) > 1 or not lengths[0].strip().isdecimal() or not lengths[0].isascii():
         raise RequestError(f"Content-Length `{', '.join(lengths)[:SHOWN]}` is not a number of bytes")
     found = NUMBER.fullmatch(lengths[0].strip())
-    if found is None or int(found[1]) > LARGEST_BODY:
-        raise RequestError(f"the body is larger than {LARGEST_BODY >> 20} MB", status=413)
+    if found is None or int(found[1]) > largest:
+        raise RequestError(f"the body is larger than {largest >> 20} MB", status=413)
     return int(found[1])

@@ -1,0 +1,331 @@
+"""What the studio answers: its page, and what the page asks for. Every answer is JSON, a file of the page or a stream."""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pronghorn import __version__
+from pronghorn.errors import PronghornError
+from pronghorn.memory.gpus import GPUS
+from pronghorn.program import command
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_file import parse_recipe
+from pronghorn.report.answers import read_answers
+from pronghorn.report.html_style import STYLE
+from pronghorn.report.run_log import plain
+from pronghorn.serve.asked import RequestError
+from pronghorn.studio import control, live, recipes, talk
+from pronghorn.studio.gate import LARGEST_FILE, POLICY_OF_REPORTS, UPLOAD, Gate, Keys, refused
+from pronghorn.studio.jobs import FOLDER, Jobs, Worker
+from pronghorn.studio.library import Library, write_notes
+from pronghorn.studio.places import DATA, Places
+
+MOST_STREAMS = 32
+MOST_ANSWERS = 200
+PAGES = ("report.html", "audit.html", "sweep.html")
+QUESTIONS = {"plan": "plan", "rows": "data show", "stats": "data stats"}
+Answering = Callable[[Request, dict[str, Any]], Any]
+
+
+class Studio:
+    """The parts, and which of them answers which path."""
+
+    def __init__(self, places: Places, folders: list[Path], keys: Keys, port: Callable[[], int]) -> None:
+        self.places, self.library, self.jobs = places, Library(places, folders), Jobs(places.home)
+        self.worker, self.talks = Worker(places.home), talk.Talks(self.jobs)
+        self._streams = threading.BoundedSemaphore(MOST_STREAMS)
+        self._static = _static_files()
+        reading: dict[str, Answering] = {
+            "/api/about": self.about, "/api/runs": self.runs, "/api/overlay": self.overlay, "/api/files": self.files,
+            "/api/differences": self.differences, "/api/answers": self.answers, "/api/fields": lambda *_: recipes.fields(),
+            "/api/recipe": lambda request, _: recipes.load(places, request.query_params.get("file")),
+            "/api/jobs": lambda *_: self.jobs.all(),
+            "/api/job": lambda request, _: self.jobs.one(request.query_params.get("id"), with_output=True),
+        }  # fmt: skip
+        writing: dict[str, Answering] = {
+            "/api/stop": self.stop, "/api/resume": self.resume, "/api/notes": self.notes, "/api/start": self.start,
+            "/api/export": self.export, "/api/ask": self.ask, "/api/job/stop": lambda _, given: self.jobs.stop(given.get("id")),
+            "/api/recipe/read": lambda _, given: recipes.read(_text(given, "text"), str(given.get("name") or "recipe")),
+            "/api/recipe/edit": self.edit, "/api/recipe/new": self.new, "/api/talk": self.open_talk,
+            "/api/recipe/save": lambda _, given: recipes.save(places, *map(given.get, ("file", "text", "version"))),
+        }  # fmt: skip
+        routes = [Route(path, _answering(function)) for path, function in reading.items()]
+        routes += [Route(path, _answering(function), methods=["POST"]) for path, function in writing.items()]
+        routes += [
+            Route(UPLOAD, self.upload, methods=["POST"]), Route("/api/live", self.live), Route("/page", self.page),
+            Route("/api/talk/say", self.say, methods=["POST"]), Route("/{path:path}", self.static),
+        ]  # fmt: skip
+        self.app = Gate(Starlette(routes=routes), keys, port)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.library.close()
+
+    # ---- the page --------------------------------------------------------------------------------------------------------
+
+    async def static(self, request: Request) -> Response:
+        found = self._static.get(request.url.path)
+        if found is None:
+            return refused(RequestError("there is nothing here", status=404))
+        return Response(found[0], media_type=found[1], headers={"cache-control": "no-cache"})
+
+    async def page(self, request: Request) -> Response:
+        """report.html of a run, or audit.html."""
+        try:
+            path = self.places.inside(request.query_params.get("file"))
+        except RequestError as error:
+            return refused(error)
+        if path.name not in PAGES or not path.is_file():
+            return refused(RequestError("there is no such page", status=404))
+        return FileResponse(path, media_type="text/html", headers={"content-security-policy": POLICY_OF_REPORTS})
+
+    def about(self, _request: Request, _given: dict[str, Any]) -> dict[str, Any]:
+        return {"version": __version__, "home": str(self.places.home), "gpus": {gpu.name: gpu.sold_as for gpu in GPUS.values()},
+                "vram": {gpu.name: gpu.memory / 1e9 for gpu in GPUS.values()}}  # fmt: skip
+
+    def files(self, _request: Request, _given: dict[str, Any]) -> dict[str, Any]:
+        return {"recipes": self.places.recipes(), "data": self.places.data(), "models": self.places.models()}
+
+    # ---- runs ------------------------------------------------------------------------------------------------------------
+
+    def runs(self, _request: Request, _given: dict[str, Any]) -> dict[str, Any]:
+        return {"runs": self.library.rows()}
+
+    def overlay(self, request: Request, _given: dict[str, Any]) -> Any:
+        ask = request.query_params
+        try:
+            even_out = float(ask.get("smooth", "0"))
+        except ValueError:
+            raise RequestError("smooth is a number from 0 to 0.5") from None
+        return self.library.overlay(ask.getlist("run"), ask.get("y", "loss"), ask.get("x", "step"), even_out)
+
+    def differences(self, request: Request, _given: dict[str, Any]) -> Any:
+        return self.library.differences(request.query_params.getlist("run"))
+
+    def answers(self, request: Request, _given: dict[str, Any]) -> Any:
+        rows = read_answers(self.library.reader(request.query_params.get("run")).folder)
+        wrong_first = sorted(rows, key=lambda row: sum(row.scores.values()))
+        return [plain(asdict(row)) for row in wrong_first[:MOST_ANSWERS]]
+
+    async def live(self, request: Request) -> ASGIApp:
+        try:
+            reader = await run_in_threadpool(self.library.reader, request.query_params.get("run"))
+        except RequestError as error:
+            return refused(error)
+        return self._stream(live.events(reader))
+
+    def stop(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        pid = control.stop(self.library.reader(given.get("run")).folder)
+        return {"pid": pid, "command": f"kill -INT {pid}"}
+
+    def resume(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        """The same command again. Without its recipe's file, the recipe that the log has is written down."""
+        reader = self.library.read(given.get("run"))
+        if control.holder(reader.folder) is not None:
+            raise RequestError("the run is running", status=409)
+        try:
+            recipe = Recipe.model_validate(_without_nothing(reader.stats().recipe))
+        except ValueError:
+            raise RequestError("the log does not hold a recipe of this version", status=409) from None
+        self.places.require_recipe_inside(recipe)
+        file, words = self._file_of(recipe, reader.folder), []
+        if file is None:
+            file = self.places.home / FOLDER / "recipes" / f"{reader.folder.name}.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(
+                _without_nothing(recipe.model_dump(mode="json", exclude_unset=True)), indent=1, ensure_ascii=False
+            )
+            file.write_text(f"# The recipe of {reader.folder.name}, as its log has it.\n{text}\n", encoding="utf-8")
+            words = [f"output={self.places.name(reader.folder)}"]
+        return self.jobs.start("train", [self.places.word(file), *words], self.places.name(reader.folder))
+
+    def _file_of(self, recipe: Recipe, folder: Path) -> Path | None:
+        for name in self.places.recipes():
+            path = self.places.home / name
+            try:
+                one = parse_recipe(path.read_text(encoding="utf-8"), name=name)
+            except (PronghornError, OSError, UnicodeDecodeError):
+                continue
+            if (self.places.home / one.output).resolve() == folder and not one.differences(recipe):
+                return path
+        return None
+
+    def notes(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        return write_notes(self.library.reader(given.get("run")).folder, given.get("note", ""), given.get("tags", []))
+
+    # ---- recipes and data ------------------------------------------------------------------------------------------------
+
+    def edit(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        text = recipes.edit(_text(given, "text"), _text(given, "key"), _text(given, "value"))
+        return {"text": text, **recipes.read(text, str(given.get("name") or "recipe"))}
+
+    def new(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        data = given.get("data") or []
+        if not isinstance(data, list) or not all(isinstance(one, str) for one in data):
+            raise RequestError("data is a list of names")
+        text = recipes.started(str(given.get("model") or ""), data, given.get("method"), str(given.get("output") or "runs/my"))
+        return {"text": text, **recipes.read(text)}
+
+    def ask(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        """What the plan, or the data, of this text is; with the command that says the same."""
+        question, changes = given.get("question"), given.get("set") or []
+        if question not in QUESTIONS or not all(isinstance(one, str) for one in changes):
+            raise RequestError("that cannot be asked")
+        text = _text(given, "text")
+        recipe = parse_recipe(text, changes)
+        self.places.require_recipe_inside(recipe)
+        asked = {key: given.get(key) for key in ("question", "gpu", "longest", "first", "search", "name")}
+        found = self.worker.ask({**asked, "recipe": text, "set": changes})
+        file, more = str(given.get("file") or "my.yaml"), ["--gpu", given["gpu"]] if given.get("gpu") else []
+        more += ["--row", str(int(given.get("first") or 0) + 1)] if question == "rows" else []
+        return {**found, "command": command(*QUESTIONS[question].split(), file, *changes, *map(str, more))}
+
+    def start(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        verb, path = str(given.get("verb") or "train"), self.places.inside(given.get("file"))
+        if verb not in ("train", "check", "data audit"):
+            raise RequestError(f"{verb} is not started from here")
+        recipe = parse_recipe(recipes.load(self.places, given.get("file"))["text"], name=self.places.name(path))
+        self.places.require_recipe_inside(recipe)
+        folder, words = self.places.inside(recipe.output), [self.places.word(path)]
+        if verb == "train" and control.holder(folder) is not None:
+            raise RequestError(
+                f"another run uses {self.places.name(folder)}; wait for it, or choose another output", status=409
+            )
+        if verb == "train" and given.get("fresh"):
+            words.append("--fresh")
+        if verb == "data audit":
+            words += ["-o", self.places.word(folder.with_name(f"{folder.name}-audit"))]
+        return self.jobs.start(verb, words, self.places.name(folder))
+
+    def export(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        folder, to = self.library.reader(given.get("run")).folder, _text(given, "to")
+        if not talk.TARGET.fullmatch(to):
+            raise RequestError("that is no format of an export")
+        return self.jobs.start("export", [self.places.word(folder), "--to", to], self.places.name(folder))
+
+    async def upload(self, request: Request) -> Response:
+        """A file of data that was dropped on the page: written whole, beside no other of its name."""
+        try:
+            name = Path(request.query_params.get("name", "")).name
+            path = self.places.inside(f"data/{name}")
+            if not name or name.startswith(".") or not path.name.endswith(DATA) or path.parent.name != "data":
+                raise RequestError(f"a file of data ends with one of {', '.join(DATA)}")
+            path.parent.mkdir(exist_ok=True)
+            content = bytearray()
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > LARGEST_FILE:
+                    raise RequestError("the file is too large", status=413)
+            await run_in_threadpool(_write_new, path, bytes(content))
+        except RequestError as error:
+            return refused(error)
+        return JSONResponse({"file": self.places.name(path), "bytes": len(content)})
+
+    # ---- talk ------------------------------------------------------------------------------------------------------------
+
+    def open_talk(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+        folder = self.library.reader(given.get("run")).folder
+        return self.talks.open(self.places.word(folder), self.places.name(folder))
+
+    async def say(self, request: Request) -> ASGIApp:
+        try:
+            given = _body(await request.body())
+            words = await run_in_threadpool(self.talks.say, given)
+        except RequestError as error:
+            return refused(error)
+        return self._stream(words)
+
+    def _stream(self, events: AsyncIterator[str]) -> ASGIApp:
+        if not self._streams.acquire(blocking=False):
+            return refused(RequestError(f"{MOST_STREAMS} streams are open already; close some tabs", status=429))
+        return _Stream(events, self._streams.release)
+
+
+class _Stream:
+    """An answer that gives its place back however it ends."""
+
+    def __init__(self, events: AsyncIterator[str], done: Callable[[], None]) -> None:
+        self._answer, self._done = StreamingResponse(events, media_type="text/event-stream"), done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._done()
+
+
+def _answering(function: Answering) -> Callable[[Request], Awaitable[Response]]:
+    """In a thread, with the errors that a person can cause as answers."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            given = _body(await request.body()) if request.method == "POST" else {}
+            return JSONResponse(await run_in_threadpool(function, request, given))
+        except RequestError as error:
+            return refused(error)
+        except PronghornError as error:
+            told = recipes.problems(error)
+            return JSONResponse({"error": told[0], "problems": told}, 422)
+        except OSError as error:  # a folder that has just gone, for example
+            return refused(RequestError(error.strerror or str(error), status=409))
+
+    return answer
+
+
+def _body(text: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not JSON") from None
+    if not isinstance(given, dict):
+        raise RequestError("the body is not a JSON object")
+    return given
+
+
+def _text(given: dict[str, Any], name: str) -> str:
+    if not isinstance(given.get(name), str):
+        raise RequestError(f"`{name}` is missing")
+    return str(given[name])
+
+
+def _without_nothing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nothing(one) for key, one in value.items() if one is not None}
+    return [_without_nothing(one) for one in value] if isinstance(value, list) else value
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+    except FileExistsError:
+        raise RequestError(f"{path.name} is in data/ already; give the new file another name", status=409) from None
+    except OSError as error:
+        raise RequestError(f"cannot write {path.name}: {error.strerror}", status=409) from None
+
+
+def _static_files() -> dict[str, tuple[bytes, str]]:
+    """Path -> content and its kind. Nothing else is ever read for a path."""
+    top = files("pronghorn.studio") / "static"
+    found = {"/static/report.css": (STYLE.encode(), "text/css")}
+    for folder, prefix in ((top, "/static/"), (top / "vendor", "/static/vendor/")):
+        for one in folder.iterdir():
+            if one.is_file():
+                kind = "text/javascript" if one.name.endswith(".js") else mimetypes.guess_type(one.name)[0] or "text/plain"
+                found[prefix + one.name] = (one.read_bytes(), kind)
+    found["/"] = found["/static/index.html"]
+    return found

@@ -1,0 +1,407 @@
+"""`make studio-test`: the way of a new user, in Chromium, from an empty folder to a run that is stopped and resumed.
+
+Needs chromium and chromedriver (Debian's packages, installed where that is allowed), selenium (PyPI) and axe-core (npm, checked
+by its SHA-256). Where one of them is missing and cannot be had it says so and ends with 0. `--shots FOLDER` keeps pictures of
+each page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS)]
+SELENIUM = "selenium==4.51.0"
+AXE = "https://registry.npmjs.org/axe-core/-/axe-core-4.14.0.tgz"
+AXE_SHA256 = "2277b0a3ef47af9b52497faa3e71598e86e0a0e5e6eb295207a5657ede4709af"
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
+PATIENCE = 120.0  # seconds for anything, so that nothing hangs
+SIZES = ((1280, 900), (400, 860))
+STEPS = 400  # of the run, enough to be stopped in its middle
+
+
+class LeftOutError(Exception):
+    """Why there can be no test on this machine."""
+
+
+# What it needs ----------------------------------------------------------------------------------------------------------------
+
+
+def chromium() -> tuple[str, str]:
+    def found() -> tuple[str | None, str | None]:
+        browsers = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+        return next(filter(None, browsers), None), shutil.which("chromedriver")
+
+    if not all(found()) and shutil.which("apt-get") and os.geteuid() == 0:
+        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "chromium-driver"]
+        for command in (install, ["apt-get", "update", "-qq"], install):
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, capture_output=True, timeout=600, check=False)
+            if all(found()):
+                break
+    browser, driver = found()
+    if not browser or not driver:
+        raise LeftOutError("there is no chromium with chromedriver, and apt-get does not install them here")
+    return browser, driver
+
+
+def selenium() -> None:
+    try:
+        import selenium as _  # noqa: F401
+    except ModuleNotFoundError:
+        place = Path(tempfile.gettempdir()) / f"pronghorn-{SELENIUM}-{os.geteuid()}"
+        if not (place / "selenium").is_dir():
+            told = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", place, SELENIUM], check=False)
+            if told.returncode:
+                raise LeftOutError(f"{SELENIUM} cannot be installed") from None
+        sys.path.append(str(place))
+
+
+def axe() -> str:
+    place = Path(tempfile.gettempdir()) / f"pronghorn-axe-{AXE_SHA256[:12]}-{os.geteuid()}.tgz"
+    try:
+        content = place.read_bytes() if place.is_file() else urllib.request.urlopen(AXE, timeout=60).read()
+    except OSError as error:
+        raise LeftOutError(f"axe-core cannot be downloaded: {error}") from None
+    if hashlib.sha256(content).hexdigest() != AXE_SHA256:
+        raise SystemExit(f"{AXE} is not what it was")
+    place.write_bytes(content)
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        file = archive.extractfile("package/axe.min.js")
+        assert file is not None
+        return file.read().decode()
+
+
+# The browser -----------------------------------------------------------------------------------------------------------------
+
+
+class Page:
+    def __init__(self, driver: Any, checker: str) -> None:
+        self.driver, self._checker, self.clicks = driver, checker, 0
+
+    def wait(self, found: Callable[[], Any], what: str) -> Any:
+        until = time.monotonic() + PATIENCE
+        while not (one := found()):
+            assert time.monotonic() < until, f"{what}; the page says:\n{self.text()[:1200]}\n{self.driver.get_log('browser')}"
+            time.sleep(0.1)
+        return one
+
+    def text(self) -> str:
+        return str(self.js("return document.body.innerText"))
+
+    def js(self, code: str, *given: Any) -> Any:
+        return self.driver.execute_script(code, *given)
+
+    def shows(self, text: str) -> None:
+        self.wait(lambda: text in self.text(), f"no {text!r}")
+
+    def element(self, name: str, kind: str = "button,a") -> Any:
+        """By what it says, as people find it."""
+        code = (
+            "return [...document.querySelectorAll(arguments[0])].find(e => e.innerText.trim() === arguments[1] && !e.disabled)"
+        )
+        return self.wait(lambda: self.js(code, kind, name), f"no {kind} {name!r}")
+
+    def click(self, name: str, kind: str = "button,a") -> None:
+        self.clicks += 1
+        self.element(name, kind).click()
+
+    def fill(self, selector: str, text: str) -> None:
+        """As typing does it, and then leaving the field."""
+        self.wait(lambda: self.js("return !!document.querySelector(arguments[0])", selector), f"no {selector}")
+        self.js(
+            "const e = document.querySelector(arguments[0]);"
+            "const set = Object.getOwnPropertyDescriptor(Object.getPrototypeOf(e), 'value').set; set.call(e, arguments[1]);"
+            "e.dispatchEvent(new Event('input', {bubbles: true})); e.dispatchEvent(new Event('change', {bubbles: true}))",
+            selector,
+            text,
+        )
+
+    def go(self, place: str) -> None:
+        self.js("location.hash = arguments[0]", place)
+
+    def size(self, width: int, height: int, dark: bool) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+
+    def accessible(self, where: str) -> None:
+        self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": self._checker})  # not held by the page's policy
+        done = (
+            "const tell = arguments[arguments.length - 1], failed = e => ({impact: 'critical', id: String(e), nodes: []});"
+            "axe.run().then(found => tell(found.violations), e => tell([failed(e)]))"
+        )
+        found = [one for one in self.driver.execute_async_script(done) if one["impact"] in ("serious", "critical")]
+        told = [(one["id"], one.get("help"), [node["html"][:200] for node in one["nodes"][:4]]) for one in found]
+        assert not told, f"{where}: {json.dumps(told, indent=1)}"
+
+    def fits(self, where: str) -> None:
+        beyond = (
+            "const w = document.documentElement.clientWidth; if (document.documentElement.scrollWidth <= w) return [];"
+            "return [...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > w + 1)"
+            ".slice(0, 5).map(e => e.outerHTML.slice(0, 160))"
+        )
+        assert self.js(beyond) == [], f"{where} is wider than the screen: {self.js(beyond)}"
+
+    def quiet(self) -> None:
+        """Refused connections are what a server that is gone looks like."""
+        told = [one["message"] for one in self.driver.get_log("browser") if one["level"] in ("SEVERE", "WARNING")]
+        assert [one for one in told if "ERR_CONNECTION_REFUSED" not in one and "ERR_INCOMPLETE_CHUNKED" not in one] == []
+
+
+@contextmanager
+def browser(checker: str) -> Iterator[Page]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    program, driver = chromium()
+    with tempfile.TemporaryDirectory() as profile:
+        options = Options()
+        options.binary_location = program
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        started = webdriver.Chrome(options=options, service=Service(driver))
+        try:
+            started.set_script_timeout(60)
+            yield Page(started, checker)
+        finally:
+            started.quit()
+
+
+# The studio ------------------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """`pronghorn studio` as a person starts it."""
+
+    def __init__(self, home: Path, port: int = 0) -> None:
+        words = [sys.executable, "-m", "pronghorn.cli", "studio", "--no-browser", "--port", str(port)]
+        self.process = subprocess.Popen(words, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self.process.stdout is not None
+        link = re.search(r"http://\S+", self.process.stdout.readline())
+        assert link, self.process.stdout.read()
+        self.link = link[0]
+        self.port = int(re.search(r":(\d+)/", self.link)[1])  # type: ignore[index]
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+
+def folder(home: Path) -> None:
+    """What a new user has: a model and a file of data."""
+    from samples import chat_rows, make_model, make_tokenizer, write_rows
+
+    make_model(num_hidden_layers=1).save_pretrained(home / "models" / "tiny")
+    make_tokenizer().save_pretrained(home / "models" / "tiny")
+    write_rows(home / "mine.jsonl", chat_rows(300))
+
+
+def shots(page: Page, place: Path | None, pages: dict[str, str]) -> None:
+    """Each page at both widths, light and dark: it fits, is accessible, and is kept as a picture where that is asked for."""
+    for name, address in pages.items():
+        page.go(address)
+        for width, height in SIZES:
+            for dark in (False, True):
+                page.size(width, height, dark)
+                time.sleep(1.5 if place else 0.3)  # the plots are drawn
+                where = f"{name} at {width} px, {'dark' if dark else 'light'}"
+                page.fits(where)
+                page.accessible(where)
+                if place:
+                    picture(page, place / f"{name}-{width}-{'dark' if dark else 'light'}.png", width)
+    page.size(*SIZES[0], dark=False)
+
+
+def picture(page: Page, file: Path, width: int) -> None:
+    page.js("scrollTo(0, 0)")
+    tall = min(1700, int(page.js("return document.documentElement.scrollHeight")))
+    clip = {"x": 0, "y": 0, "width": width, "height": tall, "scale": 1}
+    taken = page.driver.execute_cdp_cmd(
+        "Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": clip}
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(base64.b64decode(taken["data"]))
+
+
+# The way of a new user ----------------------------------------------------------------------------------------------------
+
+
+def to_a_running_training(page: Page, server: Server) -> None:
+    began = time.monotonic()
+    page.driver.get(server.link)
+    page.shows("No runs yet")
+    page.click("Write a recipe")
+    page.shows("valid")
+    page.wait(lambda: page.js("return document.getElementById('key-model').value") == "models/tiny", "the model is not found")
+    for key, value in (
+        ("data.max_length", "128"),
+        ("train.batch_tokens", "512"),
+        ("train.capacity", "256"),
+        ("train.lr", "1e-2"),
+    ):
+        page.fill(f"#key-{key.replace('.', chr(92) + '.')}", value)
+        page.wait(lambda key=key, value=value: f"{key.split('.')[1]}: {value}" in page.js(TEXT), f"{key} is not in the text")
+    text = page.js(TEXT)
+    page.fill(".lines textarea", text.replace("lr: 1e-2", "lr: fast"))
+    page.shows("is not a number")
+    text = re.sub(r"(?m)^  # steps: 1000", f"  steps: {STEPS}", text)
+    page.fill(
+        ".lines textarea", re.sub(r"(?m)^  every: \S+", "  every: 40", text.replace("every: 200, keep", "every: 20, keep"))
+    )
+    page.wait(
+        lambda: page.js("return document.getElementById('key-train.epochs') && 1") and "valid" in page.text(), "not valid"
+    )
+    page.wait(lambda: f"steps: {STEPS}" in page.js(TEXT), "the text is not the typed one")
+    page.click("Start")
+    page.wait(lambda: "#/run?" in page.js("return location.hash"), "the run does not start")
+    page.shows("running")
+    took = time.monotonic() - began
+    print(f"from the link to a running training: {took:.0f} s, {page.clicks} clicks", flush=True)
+
+
+TEXT = "return document.querySelector('.lines textarea').value"
+STEP = "return Number([...document.querySelectorAll('.tile')].find(e => e.innerText.startsWith('steps'))?.querySelector('dd')" \
+    ".firstChild.textContent.replace(/,/g, '') || 0)"  # fmt: skip
+
+
+def live_stop_and_resume(page: Page, home: Path, server: Server) -> Server:
+    page.wait(lambda: page.js(STEP) > 20, "no steps")
+    assert page.js("return document.querySelectorAll('.plot canvas').length") >= 4
+    server.kill()  # the run goes on, and the page says so
+    page.shows("The studio does not answer")
+    log = home / "runs" / "mine" / "run.jsonl"
+    size = log.stat().st_size
+    page.wait(lambda: log.stat().st_size > size, "the run has ended with the server")
+    server = Server(home, server.port)
+    page.driver.get(server.link)
+    page.shows("running")
+    page.click("mine")
+    page.click("Stop and save")
+    page.shows("interrupted")
+    stopped = page.js(STEP)
+    assert 0 < stopped < STEPS
+    page.click("Resume")
+    page.wait(lambda: page.js(STEP) > stopped and "running" in page.text(), "it does not go on")
+    os.kill(server.process.pid, signal.SIGSTOP)  # the laptop is closed
+    time.sleep(3)
+    os.kill(server.process.pid, signal.SIGCONT)
+    page.wait(lambda: "done" in page.js("return document.querySelector('.title .pill').innerText"), "it does not end")
+    assert "resumed from" in page.text().lower()
+    return server
+
+
+def plan_and_data(page: Page) -> None:
+    page.go("#/recipe?file=mine.yaml")
+    page.wait(
+        lambda: page.js("return document.querySelectorAll('section[aria-label=plan] select option').length") > 5, "no GPUs"
+    )
+    page.js("const s = document.querySelector('section[aria-label=plan] select'); s.value = 'rtx4090';"
+            "s.dispatchEvent(new Event('change', {bubbles: true}))")  # fmt: skip
+    page.click("Plan")
+    page.shows("peak memory")
+    page.shows("pronghorn plan mine.yaml --gpu rtx4090" if shutil.which("pronghorn") else "plan mine.yaml --gpu rtx4090")
+    page.go("#/data?file=mine.yaml")
+    page.shows("near duplicates")
+    assert page.js("return document.querySelectorAll('.datarow .t1').length") > 10
+
+
+def talk_and_export(page: Page, home: Path) -> None:
+    page.go("#/talk?run=runs/mine")
+    page.click("Load the model")
+    page.shows("System prompt")
+    page.fill("form textarea", "please add 3 and 4")
+    page.click("Send")
+    page.wait(lambda: page.js("return document.querySelectorAll('.sides .card').length") == 2, "no answers")
+    page.wait(
+        lambda: page.js("return [...document.querySelectorAll('.sides .said')].every(e => e.innerText.trim() !== '…')"),
+        "silent",
+    )
+    page.wait(lambda: page.js("return ![...document.querySelectorAll('button')].some(e => e.innerText === 'Stop')"), "no end")
+    page.click("Unload the model")
+    page.go("#/run?run=runs/mine")
+    page.click("Export")
+    exported = home / "runs" / "mine" / "export-adapter" / "adapter_config.json"
+    page.wait(exported.is_file, "nothing is exported")
+    page.shows("check:")
+
+
+def gone(page: Page, home: Path) -> None:
+    run = home / "runs" / "mine"
+    page.go("#/run?run=runs/mine")
+    page.shows("Training")
+    with (run / "run.jsonl").open("ab") as log:
+        log.write(b'{"event":"ste\n')
+    page.shows("One line of run.jsonl cannot be read")
+    run.rename(home / "elsewhere")
+    page.shows("is no more")
+    (home / "elsewhere").rename(run)
+    page.wait(lambda: "is no more" not in page.text(), "it does not come back")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shots", type=Path, help="folder for pictures of each page")
+    arguments = parser.parse_args()
+    try:
+        import starlette as _  # noqa: F401
+
+        chromium()
+        selenium()
+        checker = axe()
+    except (LeftOutError, ModuleNotFoundError) as error:
+        print(f"studio-test left out: {error}")
+        return
+    with tempfile.TemporaryDirectory(prefix="studio-") as name, browser(checker) as page:
+        home = Path(name)
+        folder(home)
+        os.environ["PRONGHORN_CACHE"] = str(home / ".cache")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        server = Server(home)
+        try:
+            page.size(*SIZES[0], dark=False)
+            to_a_running_training(page, server)
+            server = live_stop_and_resume(page, home, server)
+            print("live curves, server killed, stopped, resumed: yes", flush=True)
+            plan_and_data(page)
+            print("plan and data: yes", flush=True)
+            talk_and_export(page, home)
+            print("talk and export: yes", flush=True)
+            shots(page, arguments.shots, {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml",
+                                          "data": "#/data?file=mine.yaml", "talk": "#/talk", "commands": "#/jobs"})  # fmt: skip
+            print("every page at 1280 and 400 px, light and dark, without a serious violation: yes", flush=True)
+            gone(page, home)
+            print("torn line, folder gone and back: yes", flush=True)
+            page.quiet()
+        finally:
+            server.kill()
+
+
+if __name__ == "__main__":
+    main()
