@@ -29,6 +29,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS)]
+KEPT = TESTS.parent / ".venv" / "studio-test"  # what was downloaded for this test
 SELENIUM = "selenium==4.51.0"
 AXE = "https://registry.npmjs.org/axe-core/-/axe-core-4.14.0.tgz"
 AXE_SHA256 = "2277b0a3ef47af9b52497faa3e71598e86e0a0e5e6eb295207a5657ede4709af"
@@ -70,7 +71,7 @@ def selenium() -> None:
     try:
         import selenium as _  # noqa: F401
     except ModuleNotFoundError:
-        place = Path(tempfile.gettempdir()) / f"pronghorn-{SELENIUM}-{os.geteuid()}"
+        place = KEPT / SELENIUM
         if not (place / "selenium").is_dir():
             told = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", place, SELENIUM], check=False)
             if told.returncode:
@@ -79,7 +80,8 @@ def selenium() -> None:
 
 
 def axe() -> str:
-    place = Path(tempfile.gettempdir()) / f"pronghorn-axe-{AXE_SHA256[:12]}-{os.geteuid()}.tgz"
+    place = KEPT / f"axe-{AXE_SHA256[:12]}.tgz"
+    KEPT.mkdir(parents=True, exist_ok=True)
     try:
         content = place.read_bytes() if place.is_file() else urllib.request.urlopen(AXE, timeout=60).read()
     except OSError as error:
@@ -330,6 +332,11 @@ def plan_and_data(page: Page) -> None:
     page.go("#/data?file=mine.yaml")
     page.shows("near duplicates")
     assert page.js("return document.querySelectorAll('.datarow .t1').length") > 10
+    page.click("Audit")
+    page.go("#/jobs")
+    link = page.element("audit", "a").get_attribute("href")  # once it has ended
+    found = "const tell = arguments[arguments.length - 1]; fetch(arguments[0]).then(r => r.text()).then(tell)"
+    assert "<html" in page.driver.execute_async_script(found, link)
 
 
 def talk_and_export(page: Page, home: Path) -> None:

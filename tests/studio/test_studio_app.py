@@ -121,6 +121,18 @@ def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == [3, 20]
 
 
+def test_names_that_are_no_text_hide_no_other_run(page: Browser, home: Path) -> None:
+    """A name with a line break writes no line of a recipe, and one with bytes that are no text stops no table."""
+    for name in (b"bytes-\xff", b"a\nmodel: other"):
+        make_run(home / "runs" / os.fsdecode(name), [start() | {"run": "x"}, step(1)])
+    assert len(page.get("/api/runs")["runs"]) == 3
+    status, _, body = page.raw("GET", "/api/overlay?run=runs/%FF%FF&run=%ED%A0%80")
+    assert (status, b"no run" in body or b"name" in body) == (404, True)
+    assert page.raw("POST", "/api/recipe/read", b'{"text": "\\ud800"}')[0] == 400
+    for given in ({"question": "rows", "text": RECIPE, "first": "x"}, {"question": "plan", "text": RECIPE, "gpu": 7}):
+        page.post("/api/ask", 400, **given)
+
+
 def test_notes_are_kept_in_the_run_folder(page: Browser, home: Path) -> None:
     page.post("/api/notes", run="runs/one", note="good", tags=["a", " b  c ", "", "a"])
     assert json.loads((home / "runs" / "one" / "studio.json").read_text()) == {"note": "good", "tags": ["a", "b c"]}

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,16 +23,18 @@ from pronghorn.errors import PronghornError
 from pronghorn.memory.gpus import GPUS
 from pronghorn.program import command
 from pronghorn.recipe import Recipe
-from pronghorn.recipe_file import parse_recipe
+from pronghorn.recipe_file import parse_recipe, scalar
 from pronghorn.report.answers import read_answers
 from pronghorn.report.html_style import STYLE
 from pronghorn.report.run_log import plain
 from pronghorn.serve.asked import RequestError
+from pronghorn.small_files import read_small_text
 from pronghorn.studio import control, live, recipes, talk
-from pronghorn.studio.gate import LARGEST_FILE, POLICY_OF_REPORTS, UPLOAD, Gate, Keys, refused
+from pronghorn.studio.gate import LARGEST_FILE, POLICY_OF_REPORTS, UPLOAD, Gate, Keys, as_json, refused
 from pronghorn.studio.jobs import FOLDER, Jobs, Worker
 from pronghorn.studio.library import Library, write_notes
 from pronghorn.studio.places import DATA, Places
+from pronghorn.yaml_file import LARGEST
 
 MOST_STREAMS = 32
 MOST_ANSWERS = 200
@@ -149,15 +151,15 @@ class Studio:
             text = json.dumps(
                 _without_nothing(recipe.model_dump(mode="json", exclude_unset=True)), indent=1, ensure_ascii=False
             )
-            file.write_text(f"# The recipe of {reader.folder.name}, as its log has it.\n{text}\n", encoding="utf-8")
-            words = [f"output={self.places.name(reader.folder)}"]
+            file.write_text(f"# as the log of the run has it\n{text}\n", encoding="utf-8")
+            words = [f"output={scalar(self.places.name(reader.folder))}"]
         return self.jobs.start("train", [self.places.word(file), *words], self.places.name(reader.folder))
 
     def _file_of(self, recipe: Recipe, folder: Path) -> Path | None:
         for name in self.places.recipes():
             path = self.places.home / name
             try:
-                one = parse_recipe(path.read_text(encoding="utf-8"), name=name)
+                one = parse_recipe(read_small_text(path, LARGEST), name=name)
             except (PronghornError, OSError, UnicodeDecodeError):
                 continue
             if (self.places.home / one.output).resolve() == folder and not one.differences(recipe):
@@ -183,16 +185,18 @@ class Studio:
     def ask(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
         """What the plan, or the data, of this text is; with the command that says the same."""
         question, changes = given.get("question"), given.get("set") or []
-        if question not in QUESTIONS or not all(isinstance(one, str) for one in changes):
+        first, gpu = given.get("first") or 0, given.get("gpu") or ""
+        sound = isinstance(first, int) and isinstance(gpu, str) and isinstance(changes, list)
+        if question not in QUESTIONS or not sound or not all(isinstance(one, str) for one in changes):
             raise RequestError("that cannot be asked")
         text = _text(given, "text")
         recipe = parse_recipe(text, changes)
         self.places.require_recipe_inside(recipe)
         asked = {key: given.get(key) for key in ("question", "gpu", "longest", "first", "search", "name")}
         found = self.worker.ask({**asked, "recipe": text, "set": changes})
-        file, more = str(given.get("file") or "my.yaml"), ["--gpu", given["gpu"]] if given.get("gpu") else []
-        more += ["--row", str(int(given.get("first") or 0) + 1)] if question == "rows" else []
-        return {**found, "command": command(*QUESTIONS[question].split(), file, *changes, *map(str, more))}
+        file, more = str(given.get("file") or "my.yaml"), ["--gpu", gpu] if gpu else []
+        more += ["--row", str(first + 1)] if question == "rows" else []
+        return {**found, "command": command(*QUESTIONS[question].split(), file, *changes, *more)}
 
     def start(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
         verb, path = str(given.get("verb") or "train"), self.places.inside(given.get("file"))
@@ -233,7 +237,7 @@ class Studio:
             await run_in_threadpool(_write_new, path, bytes(content))
         except RequestError as error:
             return refused(error)
-        return JSONResponse({"file": self.places.name(path), "bytes": len(content)})
+        return as_json({"file": self.places.name(path), "bytes": len(content)})
 
     # ---- talk ------------------------------------------------------------------------------------------------------------
 
@@ -274,12 +278,12 @@ def _answering(function: Answering) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             given = _body(await request.body()) if request.method == "POST" else {}
-            return JSONResponse(await run_in_threadpool(function, request, given))
+            return as_json(await run_in_threadpool(function, request, given))
         except RequestError as error:
             return refused(error)
         except PronghornError as error:
             told = recipes.problems(error)
-            return JSONResponse({"error": told[0], "problems": told}, 422)
+            return as_json({"error": told[0], "problems": told}, 422)
         except OSError as error:  # a folder that has just gone, for example
             return refused(RequestError(error.strerror or str(error), status=409))
 
@@ -293,6 +297,8 @@ def _body(text: bytes) -> dict[str, Any]:
         raise RequestError("the body is not JSON") from None
     if not isinstance(given, dict):
         raise RequestError("the body is not a JSON object")
+    if "\\ud" in json.dumps(given) and any(0xD800 <= ord(one) < 0xE000 for one in json.dumps(given, ensure_ascii=False)):
+        raise RequestError("the body has half a surrogate pair, which is no text")
     return given
 
 

@@ -5,6 +5,7 @@ name that leads here (DNS rebinding) nor by posting here."""
 from __future__ import annotations
 
 import hmac
+import json
 import secrets
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
@@ -118,7 +119,12 @@ class Gate:
 
 
 def refused(error: RequestError) -> Response:
-    return JSONResponse({"error": {"what": error.what}}, error.status)
+    return as_json({"error": {"what": error.what}}, error.status)
+
+
+def as_json(value: object, status: int = 200) -> Response:
+    """In ASCII: a file's name may hold bytes that are no text."""
+    return Response(json.dumps(value, allow_nan=False, separators=(",", ":")), status, media_type="application/json")
 
 
 def _guarded(send: Send) -> Send:

@@ -30,6 +30,7 @@ AT_ONCE = 1 << 20  # bytes of news that a line of the table waits for
 PAUSE = 0.2  # seconds after an answer in which no log is read in the background
 MOST_ROWS = 5_000_000  # steps held in memory, 64 bytes each; of further runs the table shows the beginning and the end
 MOST_RUNS, MOST_OVER_EACH_OTHER = 2000, 40
+MOST_DRAWN = 64  # curves of one run that are kept
 MOST_POINTS = 1500  # of one curve; a plot has about as many columns of pixels
 MOST_NOTE, MOST_TAGS, LONGEST_TAG = 20_000, 20, 40
 
@@ -158,6 +159,8 @@ class Library:
             reader = self.read(name)
             asked = (figure, x, even_out)
             if asked not in reader.drawn:
+                if len(reader.drawn) > MOST_DRAWN:
+                    reader.drawn.clear()
                 points = reader.points(figure, x)
                 if even_out > 0 and figure != "eval" and len(points) > 2:
                     width = max(2, round(len(points) * min(0.5, even_out)))
