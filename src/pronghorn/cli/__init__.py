@@ -139,7 +139,6 @@ def build_parser() -> argparse.ArgumentParser:
     kind.add_argument("--rl", action="store_true", help="train on the model's own answers to sums with GRPO instead")
     new_options(verb("new", new, "write a recipe with all keys, or convert an Axolotl or LLaMA-Factory config"))
     starting.own_rewards(with_recipe(verb("check", check, "validate recipe, model and data without training")))
-
     planning.options(with_recipe(verb("plan", plan, "predict memory, speed, hours and cost of a run; needs no GPU")))
 
     data = verbs.add_parser("data", help="inspect the data: show, stats, audit", description="inspect the data")
@@ -161,7 +160,6 @@ def build_parser() -> argparse.ArgumentParser:
     starting.options(one)
     evaluating.own_metric(one)
     starting.own_rewards(one)
-
     profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
     sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
 

@@ -36,4 +36,6 @@ def source_of(
             what=f"--{option}: objective {recipe.objective} has no rewards",
             fix="remove it, or set objective: grpo, gspo or rloo",
         )
-    return TableSource.of(recipe, tokenizer, report=report, stage=stage, ranks=ranks)
+    if issubclass(kind, TableSource):
+        return kind.of(recipe, tokenizer, report=report, stage=stage, ranks=ranks)
+    return kind.of(recipe, tokenizer, report=report, stage=stage)
