@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
 from pronghorn.errors import CommandError
+from pronghorn.recipe_file import parse_recipe
 from pronghorn.studio import app as studio_app
 from pronghorn.studio import jobs as studio_jobs
 from pronghorn.studio.gate import LARGEST_BODY, LARGEST_FILE
@@ -163,6 +165,14 @@ def test_a_recipe_reaches_no_further(page: Browser, home: Path, key: str) -> Non
     assert "--also" in page.post("/api/ask", 403, question="rows", text=text)["error"]["what"]
 
 
+def ended(page: Browser, job: dict[str, Any]) -> None:
+    for _ in range(2000):
+        if not page.get(f"/api/job?id={job['id']}")["running"]:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the command goes on")
+
+
 def test_names_never_reach_a_shell(page: Browser, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that is started writes down its words: each name is one of them, and none is an option."""
     told = tmp_path / "told"
@@ -181,15 +191,25 @@ def test_names_never_reach_a_shell(page: Browser, home: Path, tmp_path: Path, mo
         "-o x.yaml",
     ):
         (home / name).write_text(RECIPE)
-        job = page.post("/api/start", file=name)
-        for _ in range(2000):
-            if not page.get(f"/api/job?id={job['id']}")["running"]:
-                break
-            time.sleep(0.01)
+        ended(page, page.post("/api/start", file=name))
         expected = f"./{name}" if name.startswith("-") else name
         assert told.read_text().splitlines() == ["-m", "pronghorn.cli", "train", expected]
         assert not (home / "pwned").exists()
     page.post("/api/start", 400, file="my.yaml", verb="train --fresh; x")
+    for keys in (
+        "--budget 9",
+        "data.train=/etc/passwd",
+        "output=../x",
+        "train.lr=1e-4;x",
+        "train.lr=$(x)",
+        ["train.lr=1"],
+        "-o",
+    ):
+        page.post("/api/start", 400, file="my.yaml", verb="sweep", keys=keys)
+    (home / "my.yaml").write_text(RECIPE)
+    ended(page, page.post("/api/start", file="my.yaml", verb="sweep", keys="train.lr=1e-4,1e-3 lora.r=8"))
+    swept = ["sweep", "my.yaml", "train.lr=1e-4,1e-3", "lora.r=8", "-o", f"{parse_recipe(RECIPE).output}-sweep"]
+    assert told.read_text().splitlines() == ["-m", "pronghorn.cli", *swept]
     page.post("/api/export", 400, run="runs/one", to="merged --push-to-hub a/b")
     page.post("/api/export", 400, run="runs/one", to="--no-check")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mimetypes
+import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from pronghorn.recipe_file import parse_recipe, scalar
 from pronghorn.report.answers import read_answers
 from pronghorn.report.html_style import STYLE
 from pronghorn.report.run_log import plain
-from pronghorn.serve.asked import RequestError
+from pronghorn.serve.asked import SHOWN, RequestError
 from pronghorn.small_files import read_small_text
 from pronghorn.studio import control, live, recipes, talk
 from pronghorn.studio.gate import LARGEST_FILE, POLICY_OF_REPORTS, UPLOAD, Gate, Keys, as_json, refused
@@ -39,6 +40,7 @@ from pronghorn.yaml_file import LARGEST
 MOST_STREAMS = 32
 MOST_ANSWERS = 200
 PAGES = ("report.html", "audit.html", "sweep.html")
+SWEPT = re.compile(r"(train|lora)\.[a-z_]+=[0-9A-Za-z.,+-]+")
 QUESTIONS = {"plan": "plan", "rows": "data show", "stats": "data stats"}
 Answering = Callable[[Request, dict[str, Any]], Any]
 
@@ -86,7 +88,7 @@ class Studio:
         return Response(found[0], media_type=found[1], headers={"cache-control": "no-cache"})
 
     async def page(self, request: Request) -> Response:
-        """report.html of a run, or audit.html."""
+        """report.html of a run, audit.html or sweep.html."""
         try:
             path = self.places.inside(request.query_params.get("file"))
         except RequestError as error:
@@ -200,7 +202,7 @@ class Studio:
 
     def start(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
         verb, path = str(given.get("verb") or "train"), self.places.inside(given.get("file"))
-        if verb not in ("train", "check", "data audit"):
+        if verb not in ("train", "check", "data audit", "sweep"):
             raise RequestError(f"{verb} is not started from here")
         recipe = parse_recipe(recipes.load(self.places, given.get("file"))["text"], name=self.places.name(path))
         self.places.require_recipe_inside(recipe)
@@ -211,8 +213,10 @@ class Studio:
             )
         if verb == "train" and given.get("fresh"):
             words.append("--fresh")
-        if verb == "data audit":
-            words += ["-o", self.places.word(folder.with_name(f"{folder.name}-audit"))]
+        if verb == "sweep":
+            words += _swept(given.get("keys") or "")
+        if kind := {"data audit": "audit", "sweep": "sweep"}.get(verb):
+            words += ["-o", self.places.word(folder.with_name(f"{folder.name}-{kind}"))]
         return self.jobs.start(verb, words, self.places.name(folder))
 
     def export(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
@@ -306,6 +310,14 @@ def _text(given: dict[str, Any], name: str) -> str:
     if not isinstance(given.get(name), str):
         raise RequestError(f"`{name}` is missing")
     return str(given[name])
+
+
+def _swept(text: object) -> list[str]:
+    """`train.lr=1e-4,1e-3 lora.r=8,16`. Other keys may name files."""
+    words = text.split() if isinstance(text, str) else ["?"]
+    if wrong := [word for word in words if not SWEPT.fullmatch(word)]:
+        raise RequestError(f"`{wrong[0][:SHOWN]}` is not a key with values to try, such as train.lr=1e-4,1e-3 or lora.r=8,16")
+    return words
 
 
 def _without_nothing(value: Any) -> Any:

@@ -25,7 +25,7 @@ from pronghorn.serve.asked import RequestError
 from pronghorn.small_files import read_small
 
 FOLDER, ABOUT, OUTPUT = ".studio", "job.json", "output.txt"
-VERBS = ("train", "check", "data audit", "export", "eval", "serve", "demo")
+VERBS = ("train", "check", "data audit", "sweep", "export", "eval", "serve", "demo")
 MOST_OUTPUT = 64_000  # bytes of the end that are shown
 MOST_JOBS = 200
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -1,6 +1,8 @@
 // Commands that were started here, with what they print. They go on without this page and without the studio.
 import { html, useState, get, post, useAsked, Command, Problem, Empty, ago, to } from "./lib.js";
 
+const PAGES = { "data audit": "audit", sweep: "sweep" }; // what a command writes to be read
+
 export function Jobs() {
   const found = useAsked(() => get("jobs"), 2500, []), [open, show] = useState(""), [error, fail] = useState(null);
   const stop = async (id) => { fail(null); try { await post("job/stop", { id }); found.again(); } catch (one) { fail(one); } };
@@ -10,7 +12,7 @@ export function Jobs() {
     ${found.value && !found.value.length ? html`<${Empty}>Nothing was started from here yet.<//>` : ""}
     ${(found.value || []).map((job) => html`<div class="card job" key=${job.id}><div class="row"><span class=${`pill ${kind(job)}`}>${state(job)}</span><span class="soft">${ago(job.began)}</span>
         ${job.about && ["train", "demo", "export", "serve"].includes(job.verb) ? html`<a href=${to("run", { run: job.about })}>${job.about}</a>` : ""}
-        ${job.verb === "data audit" && job.exit === 0 ? html`<a href=${`/page?${new URLSearchParams({ file: `${job.about}-audit/audit.html` })}`} target="_blank" rel="noopener">audit</a>` : ""}
+        ${PAGES[job.verb] && job.exit === 0 ? html`<a href=${`/page?${new URLSearchParams({ file: `${job.about}-${PAGES[job.verb]}/${PAGES[job.verb]}.html` })}`} target="_blank" rel="noopener">${PAGES[job.verb]}</a>` : ""}
         <button class="quiet" aria-expanded=${open === job.id} onClick=${() => show(open === job.id ? "" : job.id)}>output</button>
         ${job.running ? html`<button class="quiet" onClick=${() => stop(job.id)}>stop (Ctrl-C)</button>` : ""}</div>
       <${Command} text=${job.command} />${open === job.id ? html`<${Output} id=${job.id} running=${job.running} />` : ""}</div>`)}`;

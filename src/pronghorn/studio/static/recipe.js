@@ -36,6 +36,7 @@ export function Recipe({ given, about }) {
     fail(null);
     try { const one = await post("recipe/save", { file, text, version: known }); know(one.version); keep(text); name(one.file); say({ text: `saved ${one.file}` }); files.again(); return true; } catch (one) { fail(one); return false; }
   };
+  const [keys, sweep] = useState("");
   const run = async (verb, more = {}) => {
     say(null);
     if (text !== saved && !(await save())) return;
@@ -66,6 +67,8 @@ export function Recipe({ given, about }) {
     ${read.run && file ? html`<${Command} text=${`pronghorn train ${file}${fresh ? " --fresh" : ""}`} />` : ""}
     <div class="editor"><${Form} fields=${fields} values=${read.values} files=${files.value} problems=${read.problems} set=${set} /><${Text} text=${text} write=${write} problems=${read.problems} sound=${sound} /></div>
     <${Plan} text=${settled} file=${file} sound=${sound} about=${about} values=${read.values} set=${set} />
+    <section aria-label="sweep"><h2>Sweep</h2><div class="card"><div class="row"><label class="grow">values to try <input value=${keys} onInput=${(e) => sweep(e.target.value)} placeholder="train.lr=1e-4,3e-4,1e-3 lora.r=8,16" spellcheck="false" /></label><button onClick=${() => run("sweep", { keys })} disabled=${!sound}>Sweep</button></div>
+      <p class="note">Tries each combination for a part of the run and trains the best to its end, in about 0.4 of the time that all would take. Without values, a third to ten times of train.lr. The table is under <a href=${to("jobs")}>Commands</a> when it has ended.</p></div></section>
     <p class="note"><a href=${to("data", { file })}>Look at the rows</a> as the model sees them, token by token. Another tool's config: <code>pronghorn new --from axolotl.yaml -o my.yaml</code></p>`;
 }
 
