@@ -107,7 +107,7 @@ def test_scored_rows_are_shown_and_left_out_only_if_asked(tmp_path: Path) -> Non
     assert set(lines(asked, "off_task")) == set(range(ROWS - 8, ROWS)) - taken
     assert json.loads(asked.select)["scored_seconds"] == 2.5
     reasons = {one["name"]: one for one in asked.facts["reasons"]}
-    assert (reasons["off_task"]["rows"], reasons["known"]["rows"], reasons["suspect"]["leaves_out"]) == (8, 18, False)
+    assert (reasons["off_task"]["rows"], reasons["known"]["rows"], reasons["suspect"]["leaves_out"]) == (8, 4, False)
 
 
 def test_a_row_that_fell_beside_the_others_is_no_suspect(tmp_path: Path) -> None:

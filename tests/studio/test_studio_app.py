@@ -236,6 +236,22 @@ def test_a_number_that_another_process_has_now_is_not_running(home: Path) -> Non
         jobs.stop("1")
 
 
+def test_a_run_that_begins_is_not_started_twice_and_can_be_stopped(
+    page: Browser, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has its lock and its log."""
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 300\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("pronghorn.studio.jobs.sys.executable", str(slow))
+    (home / "my.yaml").write_text(RECIPE)
+    job = page.post("/api/start", file="my.yaml")
+    assert "another run uses" in page.post("/api/start", 409, file="my.yaml")["error"]["what"]
+    assert page.post("/api/stop", run=job["about"])["pid"] == job["pid"]
+    wait_until(lambda: not page.get(f"/api/job?id={job['id']}")["running"])
+    page.post("/api/stop", 404, run=job["about"])
+
+
 def test_resuming_is_the_same_command(page: Browser, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the recipe's file where there is one that says the same; else with one that is written from the log."""
     started: list[Any] = []

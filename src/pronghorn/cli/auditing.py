@@ -37,7 +37,7 @@ def options(one: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="REASON:SHARE",
-        help="also leave out this share of the rows: off-task:0.2 (with --score), known:0.1 (a tenth of them stays)",
+        help="also leave out up to this share of all rows: off-task:0.2 (with --score), known:0.1 (known rows alone)",
     )
 
 
@@ -73,7 +73,8 @@ def audit(arguments: argparse.Namespace, recipe: Recipe) -> None:
         show(f"page:       {folder / 'audit.html'}")
         if facts["left_out"]["rows"]:
             select = f"data.select={folder / 'select.json'}"
-            show(f"train:      {command('train', arguments.recipe, select)}")
+            own = f"output={recipe.output}-selected"  # a run that exists goes on with the rows that it has
+            show(f"train:      {command('train', arguments.recipe, select, own)}")
 
 
 def _leave_out(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, float]:

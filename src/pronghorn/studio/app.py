@@ -133,8 +133,16 @@ class Studio:
         return self._stream(live.events(reader))
 
     def stop(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        pid = control.stop(self.library.reader(given.get("run")).folder)
+        if (job := self._starting(given.get("run"))) is not None:
+            pid = self.jobs.stop(job["id"])["pid"]
+        else:
+            pid = control.stop(self.library.reader(given.get("run")).folder)
         return {"pid": pid, "command": f"kill -INT {pid}"}
+
+    def _starting(self, run: object) -> dict[str, Any] | None:
+        """The command that trains this run and holds no lock yet: it imports its libraries."""
+        of_it = [job for job in self.jobs.all() if job["running"] and job["verb"] == "train" and job["about"] == run]
+        return of_it[0] if of_it and control.holder(self.places.inside(run)) is None else None
 
     def resume(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
         """The same command again. Without its recipe's file, the recipe that the log has is written down."""
@@ -207,7 +215,7 @@ class Studio:
         recipe = parse_recipe(recipes.load(self.places, given.get("file"))["text"], name=self.places.name(path))
         self.places.require_recipe_inside(recipe)
         folder, words = self.places.inside(recipe.output), [self.places.word(path)]
-        if verb == "train" and control.holder(folder) is not None:
+        if verb == "train" and (control.holder(folder) is not None or self._starting(self.places.name(folder))):
             raise RequestError(
                 f"another run uses {self.places.name(folder)}; wait for it, or choose another output", status=409
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from pronghorn.errors import CommandError, RecipeError
 from pronghorn.recipe import Recipe
 
-DEFAULT_KEY, FACTORS = "train.lr", (1 / 3, 1, 3, 10)  # what is tried where no key has several values
+DEFAULT_KEY, FACTORS = "train.lr", (1 / 3, 1, 3, 10)  # what is tried where no key has several values, and this one none
 ALLOWED = ("train.", "lora.", "method", "storage", "compute", "precision")
 # What would make losses, or rungs, something else from trial to trial.
 REFUSED = {
@@ -45,8 +45,9 @@ def trials_of(words: Sequence[str], load: Callable[[Sequence[str]], Recipe], fol
     fixed = [word for word in words if len(values_of(word)[1]) == 1]
     swept = {key: values for key, values in map(values_of, words) if len(values) > 1}
     base = load(fixed) if fixed or not swept else load([f"{key}={values[0]}" for key, values in swept.items()])
-    if not swept:
-        swept = {DEFAULT_KEY: [f"{base.train.lr * factor:.3g}" for factor in FACTORS]}
+    if not swept:  # a rate that is given is the only one
+        given = [values for key, values in map(values_of, words) if key == DEFAULT_KEY]
+        swept = {DEFAULT_KEY: given[-1] if given else [f"{base.train.lr * factor:.3g}" for factor in FACTORS]}
     for key in swept:
         _require_comparable(key, base)
     _require_judged(base)

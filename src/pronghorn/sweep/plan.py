@@ -81,7 +81,11 @@ def require_possible(trials: int, budget: Budget | None) -> None:
     """Refuses, before anything is loaded, what no length of a run makes possible."""
     least = Rungs.planned(trials, most_cuts(trials, math.inf, 0), 0.0)
     if budget and budget.unit == "runs" and least.cost(trials) > budget.amount:
-        raise _too_little(trials, budget, least, 0.0)
+        raise CommandError(
+            what=f"--budget {budget.text} is too little for {counted(trials, 'trial')}",
+            why=f"all rungs cost {budget.enough(least.cost(trials), 0.0)} where runs are long, and more where they are short",
+            fix="give a larger budget (one that is enough for these runs is told once they are loaded), or fewer values",
+        )
 
 
 def planned(trials: int, work: Work, budget: Budget | None, spent: float) -> tuple[Rungs, float]:
@@ -117,5 +121,7 @@ def told(trials: int, plan: Rungs, work: Work, budget: Budget | None, price: flo
     money = f", {hours * price:.2f} USD" if price else ""
     return (
         f"{counted(trials, 'trial')}: {', '.join(rungs)}. That is {cost:.2f} runs, and all to the end would be {trials}: about "
-        f"{60 * hours:.1f} min{money} beside loading" + (f"; budget {budget.text}" if budget else "")
+        f"{60 * hours:.1f} min{money} beside loading"
+        + (f"; budget {budget.text}" if budget else "")
+        + ("; runs this short save nothing by rungs" if cost > trials > 1 else "")
     )

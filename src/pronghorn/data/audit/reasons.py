@@ -113,13 +113,15 @@ def off_task(known: Known) -> dict[int, Hit]:
 
 
 def known_rows(known: Known) -> dict[int, Hit]:
-    """Every tenth of them stays, where they are to be left out."""
+    """A share that is to be left out is of all rows, and takes no row that is not known; every tenth of them stays."""
     if known.scores is None:
         return {}
     first, units = known.scores.first_R, np.flatnonzero(known.trained)
     share = known.shares.get("known")
-    rows = np.flatnonzero(first <= KNOWN).tolist() if share is None else _lowest(first, share)
-    rows = rows if share is None else [row for number, row in enumerate(rows) if number % 10 != 9]
+    rows = np.flatnonzero(first <= KNOWN).tolist()
+    if share is not None:
+        rows = [row for row in _lowest(first, share) if first[row] <= KNOWN]
+        rows = [row for number, row in enumerate(rows) if number % 10 != 9]
     return {int(units[row]): Hit(f"{first[row]:.0%} of the mean loss, when it was first seen") for row in rows}
 
 
