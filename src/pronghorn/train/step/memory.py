@@ -36,7 +36,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.train.run.run_forecast import why_no_plan
 
 EVALUATION_TOKENS = 4096  # of a pack without gradients: a quarter of a training pack's memory
-# A pack costs the host 49 ms (SmolLM2-135M on an H200, 2,048 or 4,096 tokens alike), so a GPU waits in packs of a small model.
+# A pack costs the host about 50 ms (SmolLM2-135M on an H200, 2,048 or 4,096 tokens), so a GPU waits in packs of a small model.
 # Up to so many tokens then, as long as a pack has no more numbers than 4,096 tokens of a model of width 4,096.
 MOST_EVALUATION_TOKENS = 16384
 EVALUATION_NUMBERS = 4096 * 4096
