@@ -96,6 +96,15 @@ def test_what_all_rows_share_does_not_make_them_alike(tmp_path: Path) -> None:
     assert near_copies(tmp_path, [f"{instruction} {text}" for text in [*asked, asked[4]]]) == {30: 4}
 
 
+def test_the_same_sentences_in_another_order_are_a_near_copy(tmp_path: Path) -> None:
+    asked = "Wake me at 7. I am in room 12! Is there coffee?"
+    other = "Is there coffee? Wake me at 7. I am in room 12!"
+    assert near_copies(tmp_path, [chat(asked, "{}"), chat(other, "{}"), chat(other.replace("12", "21"), "{}")]) == {1: 0}
+    words = [" ".join(sentence(random.Random(seed), 3)) + "." for seed in range(2)]
+    assert near_copies(tmp_path, [chat(*words), chat(*words[::-1])]) == {}  # a question that was an answer
+    assert near_copies(tmp_path, ["He took 3.5 of it.", "He took 5.3 of it.", "He took 5.3 of it?"]) == {}
+
+
 def test_marks_and_scripts_without_spaces_count(tmp_path: Path) -> None:
     assert near_copies(tmp_path, ["2 + 2 = 4", "2 * 2 = 4", "2 / 2 = 4"]) == {}
     assert near_copies(tmp_path, ["今天天气很好我们去公园散步吧好不好", "今天天气很好我们去公园散步吧好不"]) == {1: 0}
