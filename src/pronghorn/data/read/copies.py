@@ -192,8 +192,8 @@ def _marks(side: Side, progress: Progress, common: npt.NDArray[np.uint64] | None
         some.append(np.bincount(owners[counts], minlength=len(words)) > 0)
         signs.append(_signs(hashes[counts], owners[counts], len(words)))
     progress("comparing rows", len(side), len(side))
-    both = (np.frombuffer(bytes(each), np.uint64) for each in (keys, sentences))
-    return _Marks(*both, np.concatenate(signs), np.concatenate(some))
+    of_words, of_sentences = (np.frombuffer(bytes(each), np.uint64) for each in (keys, sentences))
+    return _Marks(of_words, of_sentences, np.concatenate(signs), np.concatenate(some))
 
 
 def _digest(text: str) -> bytes:
@@ -202,7 +202,8 @@ def _digest(text: str) -> bytes:
 
 def _in_one_order(text: str) -> str:
     """Sentences are ordered within a message: with question and answer exchanged, a row asks for something else."""
-    return BETWEEN.join("\n".join(sorted(" ".join(one.split()) for one in SENTENCES.split(part))) for part in text.split(BETWEEN))
+    parts = ([" ".join(one.split()) for one in SENTENCES.split(part)] for part in text.split(BETWEEN))
+    return BETWEEN.join("\n".join(sorted(part)) for part in parts)
 
 
 def _shared_passages(side: Side) -> npt.NDArray[np.uint64]:
