@@ -8,9 +8,10 @@
 FOLDER has gsm8k_train.jsonl and gsm8k_test.jsonl, and rows of other tasks (dirty_data.py). `--model DIR` in place of `--gguf`:
 a model's folder. Each run is one of `pronghorn train`'s, alone on the GPU, all of them in one process. Decisions (grid, stop,
 best checkpoint) read dev rows; final rows are read once a run, after it.
-GPU seconds are those of steps and of evaluations, each their number x their median: of a process whose kernels are compiled and
-whose graphs are captured. With --processes the medians are those of short runs that had the GPU to themselves (`pace`), since
-runs side by side slow each other. `held_seconds` is the whole run, if it was alone. Tokens trained and evaluated are counted.
+GPU seconds are those of steps and of evaluations, each their number x the median: of a process whose kernels are compiled and
+whose graphs are captured. A forward pass that chose rows counts, too. With --processes the medians are those of short runs that
+had the GPU to themselves (`pace`), since runs side by side slow each other. `held_seconds` is the whole run, if it was alone.
+Tokens trained and evaluated are counted.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import RESULTS, read, record, write
+
+if TYPE_CHECKING:
+    from pronghorn.data.audit.audit import Audit
 
 WHAT = "GPU seconds and final loss of one model, trained on clean and dirty data with and without selection and stopping"
 TRAINED = {"hotel": 3000, "gsm8k": 2000}  # rows
@@ -72,6 +76,18 @@ def _selected(bench: Bench, case: str, seed: int) -> Values:
     return {"data.select": str(file)} if read(file)["left_out"] else {}
 
 
+def _scored(**leave_out: float) -> Callable[[Bench, str, int], Values]:
+    """Those too that one forward pass of the model finds; its seconds count."""
+
+    def changes(bench: Bench, case: str, seed: int) -> Values:
+        file = bench.folder(case, seed) / f"select-{'-'.join(leave_out)}.json"
+        if not file.exists():
+            file.write_text(bench.audited(case, seed, leave_out).select, encoding="utf-8")
+        return {"data.select": str(file)}
+
+    return changes
+
+
 def _stopped(bench: Bench, case: str, seed: int) -> Values:
     gain = GAIN * bench.tuned(case)["dev_loss"]
     return {"train.schedule": "wsd", "eval.every": 0.05, "eval.stop": {"gain": gain, "confidence": 0.9}}
@@ -82,7 +98,7 @@ def _by_tag(bench: Bench, case: str, seed: int) -> Values:
 
 
 DIRTY, HOTEL = CASES[:2], CASES[:1]
-SCORED = "needs scores of rows, which `pronghorn data audit` does not give yet"
+IFD = "needs each answer's loss without its question, which `pronghorn data audit --score` does not compute"
 ARMS = {  # in the order of running: an arm may ask for rows of arms before it
     "A1": Arm("tuned rate and batch: the reference", lambda *_: {}),
     "A9": Arm("everything: A4 and A8", lambda *of: {**_selected(*of), **_stopped(*of)}),
@@ -92,9 +108,9 @@ ARMS = {  # in the order of running: an arm may ask for rows of arms before it
     "A10": Arm("all defects left out by their tags", _by_tag, DIRTY),
     "A8": Arm("`wsd` and `eval.stop.gain` on all rows", _stopped, HOTEL),
     "A0": Arm("65,536 tokens a step, rate 2e-4: the former defaults", _defaults, HOTEL),
-    "A5": Arm("off-task rows left out", None, absent=SCORED),
-    "A6": Arm("known rows left out from epoch 2 on", None, absent=SCORED),
-    "A7": Arm("rows chosen by IFD", None, absent=SCORED),
+    "A5": Arm("A4, and `--score --leave-out off-task:0.2`", _scored(off_task=0.2), DIRTY),
+    "A6": Arm("A4, and `--score --leave-out known:0.1`", _scored(known=0.1), DIRTY),
+    "A7": Arm("rows chosen by IFD", None, absent=IFD),
 }
 
 
@@ -192,14 +208,26 @@ class Bench:
             left_out = read(folder / "select.json")["left_out"]
             self.add({"part": "audit", "case": case, "seed": seed, **audit, "defects": data.judged(tags, left_out)})
 
-    def _audit(self, case: str, seed: int, folder: Path) -> None:
+    def audited(self, case: str, seed: int, leave_out: Mapping[str, float]) -> Audit:
+        """`leave_out`: reasons that need scores of the rows."""
         from pronghorn.data.audit.audit import collect
         from pronghorn.data.encode.tokens import TokenizerFiles
         from pronghorn.recipe import Recipe
+        from pronghorn.train.run.row_scores import score_rows
 
         recipe = Recipe.model_validate(nested(self.recipe(case, seed, {"batch": 2048, "lr": 1e-3})))
+
+        def scoring(table: Any, held: Any) -> Any:
+            for _ in range(2):  # the first time compiles, and does not count
+                found = score_rows(recipe, table, held, lambda *_: None)
+            return found
+
+        tokenizer = TokenizerFiles(recipe.model, recipe.data)
+        return collect(recipe, tokenizer, scoring=scoring if leave_out else None, leave_out=leave_out)
+
+    def _audit(self, case: str, seed: int, folder: Path) -> None:
         began = time.process_time()
-        found = collect(recipe, TokenizerFiles(recipe.model, recipe.data))
+        found = self.audited(case, seed, {})
         (folder / "select.json").write_text(found.select, encoding="utf-8")
         facts = {name: found.facts[name] for name in ("rows", "tokens", "held_out")}
         took = {"cpu_seconds": round(time.process_time() - began, 2), "cpus": os.cpu_count()}

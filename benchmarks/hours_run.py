@@ -58,11 +58,13 @@ def trained(values: dict[str, Any], folder: Path, alone: dict[str, Any] | None =
     if alone is not None:
         each_step, each_look = alone["step_seconds"] / alone["steps"], alone["eval_seconds"] / alone["looks"]
     step_seconds, eval_seconds = len(steps) * each_step, len(looks) * each_look
+    score_seconds = (start["data"].get("select") or {}).get("scored_seconds", 0.0)
     said, dev = recipe.train, prepare((str(recipe.data.eval),), recipe.data, TokenizerFiles(recipe.model, recipe.data)).tokens
     return {
         "batch": said.batch_tokens, "lr": said.lr, "planned_steps": start["steps"], "steps": len(steps),
         "tokens": sum(step["tokens"] for step in steps), "looks": len(looks), "dev_tokens": int(dev.lengths.sum()),
-        "seconds": step_seconds + eval_seconds, "step_seconds": step_seconds, "eval_seconds": eval_seconds,
+        "seconds": step_seconds + eval_seconds + score_seconds,
+        "step_seconds": step_seconds, "eval_seconds": eval_seconds, "score_seconds": score_seconds,
         "held_seconds": None if alone else held,
         "stages": {name: round(spent, 3) for name, spent in stages.seconds.items() if spent > 0.001},
         "reason": result.reason, "why": result.why, "best_step": result.best_step,

@@ -41,7 +41,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, out: str = "
 
 
 def test_arms_are_run_once_and_judged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["A1", "A9", "A3", "A2"]
+    names = ["A1", "A9", "A3", "A2", "A4", "A5"]
     rows = run(folder, monkeypatch, "--arms", ",".join(names))
     found = {row["arm"]: row for row in rows if row["part"] == "arm"}
     assert list(found) == names
@@ -49,12 +49,14 @@ def test_arms_are_run_once_and_judged(folder: Path, monkeypatch: pytest.MonkeyPa
     assert found["A9"]["planned_steps"] < found["A1"]["planned_steps"]
     assert found["A2"]["tokens"] < found["A1"]["tokens"]
     assert len({row["final_loss"] for row in found.values()}) == len(names)
+    assert found["A5"]["tokens"] < found["A4"]["tokens"]
+    assert found["A5"]["score_seconds"] > found["A4"]["score_seconds"] == 0
     assert all(len(row["exact"]) == 2 and row["seconds"] > 0 for row in found.values())
     assert run(folder, monkeypatch, "--arms", "A1,A9") == rows
     text = hours_tables.hours(folder)
     assert text.count("| hotel-dirty |") == len(names)
     assert "everything on took" in text
-    assert "A7 (rows chosen by IFD): needs scores" in text
+    assert "A7 (rows chosen by IFD): needs each answer's loss" in text
     assert "| hotel-dirty | leaks | 1 | 1.000 |" in hours_tables.audits(folder)
 
 
