@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -30,7 +31,7 @@ from pronghorn.report.html_style import STYLE
 from pronghorn.report.run_log import plain
 from pronghorn.serve.asked import SHOWN, RequestError
 from pronghorn.small_files import read_small_text
-from pronghorn.studio import control, live, recipes, talk
+from pronghorn.studio import control, live, questions, recipes, talk
 from pronghorn.studio.gate import LARGEST_FILE, POLICY_OF_REPORTS, UPLOAD, Gate, Keys, as_json, refused
 from pronghorn.studio.jobs import FOLDER, Jobs, Worker
 from pronghorn.studio.library import Library, write_notes
@@ -41,8 +42,8 @@ MOST_STREAMS = 32
 MOST_ANSWERS = 200
 PAGES = ("report.html", "audit.html", "sweep.html")
 SWEPT = re.compile(r"(train|lora)\.[a-z_]+=[0-9A-Za-z.,+-]+")
+SAID = TypeAdapter(questions.Say)
 QUESTIONS = {"plan": "plan", "rows": "data show", "stats": "data stats"}
-Answering = Callable[[Request, dict[str, Any]], Any]
 
 
 class Studio:
@@ -53,22 +54,21 @@ class Studio:
         self.worker, self.talks = Worker(places.home), talk.Talks(self.jobs)
         self._streams = threading.BoundedSemaphore(MOST_STREAMS)
         self._static = _static_files()
-        reading: dict[str, Answering] = {
+        reading: dict[str, Callable[[Request], Any]] = {
             "/api/about": self.about, "/api/runs": self.runs, "/api/overlay": self.overlay, "/api/files": self.files,
-            "/api/differences": self.differences, "/api/answers": self.answers, "/api/fields": lambda *_: recipes.fields(),
-            "/api/recipe": lambda request, _: recipes.load(places, request.query_params.get("file")),
-            "/api/jobs": lambda *_: self.jobs.all(),
-            "/api/job": lambda request, _: self.jobs.one(request.query_params.get("id"), with_output=True),
+            "/api/differences": self.differences, "/api/answers": self.answers, "/api/fields": lambda _: recipes.fields(),
+            "/api/recipe": lambda request: recipes.load(places, request.query_params.get("file")),
+            "/api/jobs": lambda _: self.jobs.all(),
+            "/api/job": lambda request: self.jobs.one(request.query_params.get("id"), with_output=True),
         }  # fmt: skip
-        writing: dict[str, Answering] = {
+        writing: dict[str, Callable[[Any], Any]] = {
             "/api/stop": self.stop, "/api/resume": self.resume, "/api/notes": self.notes, "/api/start": self.start,
-            "/api/export": self.export, "/api/ask": self.ask, "/api/job/stop": lambda _, given: self.jobs.stop(given.get("id")),
-            "/api/recipe/read": lambda _, given: recipes.read(_text(given, "text"), str(given.get("name") or "recipe")),
+            "/api/export": self.export, "/api/ask": self.ask, "/api/job/stop": self.stop_job, "/api/recipe/read": self.read,
             "/api/recipe/edit": self.edit, "/api/recipe/new": self.new, "/api/talk": self.open_talk,
-            "/api/recipe/save": lambda _, given: recipes.save(places, *map(given.get, ("file", "text", "version"))),
+            "/api/recipe/save": self.save,
         }  # fmt: skip
-        routes = [Route(path, _answering(function)) for path, function in reading.items()]
-        routes += [Route(path, _answering(function), methods=["POST"]) for path, function in writing.items()]
+        routes = [Route(path, _reading(function)) for path, function in reading.items()]
+        routes += [Route(path, _writing(function), methods=["POST"]) for path, function in writing.items()]
         routes += [
             Route(UPLOAD, self.upload, methods=["POST"]), Route("/api/live", self.live), Route("/page", self.page),
             Route("/api/talk/say", self.say, methods=["POST"]), Route("/{path:path}", self.static),
@@ -97,19 +97,19 @@ class Studio:
             return refused(RequestError("there is no such page", status=404))
         return FileResponse(path, media_type="text/html", headers={"content-security-policy": POLICY_OF_REPORTS})
 
-    def about(self, _request: Request, _given: dict[str, Any]) -> dict[str, Any]:
+    def about(self, _request: Request) -> dict[str, Any]:
         return {"version": __version__, "home": str(self.places.home), "gpus": {gpu.name: gpu.sold_as for gpu in GPUS.values()},
                 "vram": {gpu.name: gpu.memory / 1e9 for gpu in GPUS.values()}}  # fmt: skip
 
-    def files(self, _request: Request, _given: dict[str, Any]) -> dict[str, Any]:
+    def files(self, _request: Request) -> dict[str, Any]:
         return {"recipes": self.places.recipes(), "data": self.places.data(), "models": self.places.models()}
 
     # ---- runs ------------------------------------------------------------------------------------------------------------
 
-    def runs(self, _request: Request, _given: dict[str, Any]) -> dict[str, Any]:
+    def runs(self, _request: Request) -> dict[str, Any]:
         return {"runs": self.library.rows()}
 
-    def overlay(self, request: Request, _given: dict[str, Any]) -> Any:
+    def overlay(self, request: Request) -> Any:
         ask = request.query_params
         try:
             even_out = float(ask.get("smooth", "0"))
@@ -117,10 +117,10 @@ class Studio:
             raise RequestError("smooth is a number from 0 to 0.5") from None
         return self.library.overlay(ask.getlist("run"), ask.get("y", "loss"), ask.get("x", "step"), even_out)
 
-    def differences(self, request: Request, _given: dict[str, Any]) -> Any:
+    def differences(self, request: Request) -> Any:
         return self.library.differences(request.query_params.getlist("run"))
 
-    def answers(self, request: Request, _given: dict[str, Any]) -> Any:
+    def answers(self, request: Request) -> Any:
         rows = read_answers(self.library.reader(request.query_params.get("run")).folder)
         wrong_first = sorted(rows, key=lambda row: sum(row.scores.values()))
         return [plain(asdict(row)) for row in wrong_first[:MOST_ANSWERS]]
@@ -132,21 +132,24 @@ class Studio:
             return refused(error)
         return self._stream(live.events(reader))
 
-    def stop(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        if (job := self._starting(given.get("run"))) is not None:
+    def stop(self, given: questions.OfRun) -> dict[str, Any]:
+        if (job := self._starting(given["run"])) is not None:
             pid = self.jobs.stop(job["id"])["pid"]
         else:
-            pid = control.stop(self.library.reader(given.get("run")).folder)
+            pid = control.stop(self.library.reader(given["run"]).folder)
         return {"pid": pid, "command": f"kill -INT {pid}"}
+
+    def stop_job(self, given: questions.OfJob) -> dict[str, Any]:
+        return self.jobs.stop(given["id"])
 
     def _starting(self, run: object) -> dict[str, Any] | None:
         """The command that trains this run and holds no lock yet: it imports its libraries."""
         of_it = [job for job in self.jobs.all() if job["running"] and job["verb"] == "train" and job["about"] == run]
         return of_it[0] if of_it and control.holder(self.places.inside(run)) is None else None
 
-    def resume(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    def resume(self, given: questions.OfRun) -> dict[str, Any]:
         """The same command again. Without its recipe's file, the recipe that the log has is written down."""
-        reader = self.library.read(given.get("run"))
+        reader = self.library.read(given["run"])
         if control.holder(reader.folder) is not None:
             raise RequestError("the run is running", status=409)
         try:
@@ -176,43 +179,41 @@ class Studio:
                 return path
         return None
 
-    def notes(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        return write_notes(self.library.reader(given.get("run")).folder, given.get("note", ""), given.get("tags", []))
+    def notes(self, given: questions.Notes) -> dict[str, Any]:
+        return write_notes(self.library.reader(given["run"]).folder, given.get("note", ""), given.get("tags", []))
 
     # ---- recipes and data ------------------------------------------------------------------------------------------------
 
-    def edit(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        text = recipes.edit(_text(given, "text"), _text(given, "key"), _text(given, "value"))
-        return {"text": text, **recipes.read(text, str(given.get("name") or "recipe"))}
+    def edit(self, given: questions.Edit) -> dict[str, Any]:
+        text = recipes.edit(given["text"], given["key"], given["value"])
+        return {"text": text, **recipes.read(text, given.get("name") or "recipe")}
 
-    def new(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        data = given.get("data") or []
-        if not isinstance(data, list) or not all(isinstance(one, str) for one in data):
-            raise RequestError("data is a list of names")
-        text = recipes.started(str(given.get("model") or ""), data, given.get("method"), str(given.get("output") or "runs/my"))
+    def read(self, given: questions.Read) -> dict[str, Any]:
+        return recipes.read(given["text"], given.get("name") or "recipe")
+
+    def save(self, given: questions.Save) -> dict[str, Any]:
+        return recipes.save(self.places, given["file"], given["text"], given.get("version"))
+
+    def new(self, given: questions.New) -> dict[str, Any]:
+        model, data, output = given.get("model") or "", given.get("data") or [], given.get("output") or "runs/my"
+        text = recipes.started(model, data, given.get("method"), output)
         return {"text": text, **recipes.read(text)}
 
-    def ask(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, given: questions.Ask) -> dict[str, Any]:
         """What the plan, or the data, of this text is; with the command that says the same."""
-        question, changes = given.get("question"), given.get("set") or []
-        first, gpu = given.get("first") or 0, given.get("gpu") or ""
-        sound = isinstance(first, int) and isinstance(gpu, str) and isinstance(changes, list)
-        if question not in QUESTIONS or not sound or not all(isinstance(one, str) for one in changes):
-            raise RequestError("that cannot be asked")
-        text = _text(given, "text")
+        question, text, changes = given["question"], given["text"], given.get("set", [])
         recipe = parse_recipe(text, changes)
         self.places.require_recipe_inside(recipe)
         asked = {key: given.get(key) for key in ("question", "gpu", "longest", "first", "search", "name")}
         found = self.worker.ask({**asked, "recipe": text, "set": changes})
-        file, more = str(given.get("file") or "my.yaml"), ["--gpu", gpu] if gpu else []
-        more += ["--row", str(first + 1)] if question == "rows" else []
+        file, gpu = given.get("file") or "my.yaml", given.get("gpu")
+        more = ["--gpu", gpu] if gpu else []
+        more += ["--row", str(given.get("first", 0) + 1)] if question == "rows" else []
         return {**found, "command": command(*QUESTIONS[question].split(), file, *changes, *more)}
 
-    def start(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        verb, path = str(given.get("verb") or "train"), self.places.inside(given.get("file"))
-        if verb not in ("train", "check", "data audit", "sweep"):
-            raise RequestError(f"{verb} is not started from here")
-        recipe = parse_recipe(recipes.load(self.places, given.get("file"))["text"], name=self.places.name(path))
+    def start(self, given: questions.Start) -> dict[str, Any]:
+        verb, path = given.get("verb", "train"), self.places.inside(given["file"])
+        recipe = parse_recipe(recipes.load(self.places, given["file"])["text"], name=self.places.name(path))
         self.places.require_recipe_inside(recipe)
         folder, words = self.places.inside(recipe.output), [self.places.word(path)]
         if verb == "train" and (control.holder(folder) is not None or self._starting(self.places.name(folder))):
@@ -222,13 +223,13 @@ class Studio:
         if verb == "train" and given.get("fresh"):
             words.append("--fresh")
         if verb == "sweep":
-            words += _swept(given.get("keys") or "")
+            words += _swept(given.get("keys", ""))
         if kind := {"data audit": "audit", "sweep": "sweep"}.get(verb):
             words += ["-o", self.places.word(folder.with_name(f"{folder.name}-{kind}"))]
         return self.jobs.start(verb, words, self.places.name(folder))
 
-    def export(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        folder, to = self.library.reader(given.get("run")).folder, _text(given, "to")
+    def export(self, given: questions.Export) -> dict[str, Any]:
+        folder, to = self.library.reader(given["run"]).folder, given["to"]
         if not talk.TARGET.fullmatch(to):
             raise RequestError("that is no format of an export")
         return self.jobs.start("export", [self.places.word(folder), "--to", to], self.places.name(folder))
@@ -253,14 +254,13 @@ class Studio:
 
     # ---- talk ------------------------------------------------------------------------------------------------------------
 
-    def open_talk(self, _request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        folder = self.library.reader(given.get("run")).folder
+    def open_talk(self, given: questions.OfRun) -> dict[str, Any]:
+        folder = self.library.reader(given["run"]).folder
         return self.talks.open(self.places.word(folder), self.places.name(folder))
 
     async def say(self, request: Request) -> ASGIApp:
         try:
-            given = _body(await request.body())
-            words = await run_in_threadpool(self.talks.say, given)
+            words = await run_in_threadpool(self.talks.say, questions.checked(SAID, _body(await request.body())))
         except RequestError as error:
             return refused(error)
         return self._stream(words)
@@ -284,22 +284,34 @@ class _Stream:
             self._done()
 
 
-def _answering(function: Answering) -> Callable[[Request], Awaitable[Response]]:
-    """In a thread, with the errors that a person can cause as answers."""
-
+def _reading(function: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        try:
-            given = _body(await request.body()) if request.method == "POST" else {}
-            return as_json(await run_in_threadpool(function, request, given))
-        except RequestError as error:
-            return refused(error)
-        except PronghornError as error:
-            told = recipes.problems(error)
-            return as_json({"error": told[0], "problems": told}, 422)
-        except OSError as error:  # a folder that has just gone, for example
-            return refused(RequestError(error.strerror or str(error), status=409))
+        return await _answered(function, request)
 
     return answer
+
+
+def _writing(function: Callable[[Any], Any]) -> Callable[[Request], Awaitable[Response]]:
+    kind = questions.question_of(function)
+
+    async def answer(request: Request) -> Response:
+        body = await request.body()
+        return await _answered(lambda text: function(questions.checked(kind, _body(text))), body)
+
+    return answer
+
+
+async def _answered(function: Callable[[Any], Any], given: Any) -> Response:
+    """In a thread, with the errors that a person can cause as answers."""
+    try:
+        return as_json(await run_in_threadpool(function, given))
+    except RequestError as error:
+        return refused(error)
+    except PronghornError as error:
+        told = recipes.problems(error)
+        return as_json({"error": told[0], "problems": told}, 422)
+    except OSError as error:  # a folder that has just gone, for example
+        return refused(RequestError(error.strerror or str(error), status=409))
 
 
 def _body(text: bytes) -> dict[str, Any]:
@@ -314,15 +326,9 @@ def _body(text: bytes) -> dict[str, Any]:
     return given
 
 
-def _text(given: dict[str, Any], name: str) -> str:
-    if not isinstance(given.get(name), str):
-        raise RequestError(f"`{name}` is missing")
-    return str(given[name])
-
-
-def _swept(text: object) -> list[str]:
+def _swept(text: str) -> list[str]:
     """`train.lr=1e-4,1e-3 lora.r=8,16`. Other keys may name files."""
-    words = text.split() if isinstance(text, str) else ["?"]
+    words = text.split()
     if wrong := [word for word in words if not SWEPT.fullmatch(word)]:
         raise RequestError(f"`{wrong[0][:SHOWN]}` is not a key with values to try, such as train.lr=1e-4,1e-3 or lora.r=8,16")
     return words

@@ -14,10 +14,10 @@ from starlette.concurrency import iterate_in_threadpool
 from pronghorn.serve.asked import RequestError
 from pronghorn.serve.gate import is_loopback
 from pronghorn.studio.jobs import Jobs
+from pronghorn.studio.questions import Say
 
 TARGET = re.compile(r"[a-z0-9]+(:[a-z0-9_]+)?")  # of an export
 PATIENCE = 300.0  # seconds for the next word
-SETTINGS = ("temperature", "top_p", "max_tokens", "seed")
 
 
 class Talks:
@@ -30,14 +30,13 @@ class Talks:
         job = next(running, None) or self._jobs.start("serve", [folder, "--port", "0", "--json"], about)
         return {**job, **self._ready(job["id"]), "output": self._jobs.output(job["id"])}
 
-    def say(self, given: dict[str, Any]) -> AsyncIterator[str]:
+    def say(self, given: Say) -> AsyncIterator[str]:
         """The words of one model's answer, as server-sent events."""
-        job = self._jobs.one(given.get("job"))
+        job = self._jobs.one(given["job"])
         ready = self._ready(job["id"])
         if not job["running"] or not ready:
             raise RequestError("the model is not loaded", status=409)
-        asked = {"model": given.get("model"), "messages": given.get("messages"), "stream": True}
-        asked |= {name: given[name] for name in SETTINGS if given.get(name) is not None}
+        asked = {name: value for name, value in given.items() if name != "job" and value is not None} | {"stream": True}
         place = urlsplit(ready["url"])
         line = http.client.HTTPConnection(place.hostname or "127.0.0.1", place.port, timeout=PATIENCE)
         try:
