@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import auditing, evaluating, exporting, planning, profiling, run_script, serving, starting, studio, sweeping
+from pronghorn.cli import (
+    auditing,
+    evaluating,
+    exporting,
+    launching,
+    planning,
+    profiling,
+    run_script,
+    serving,
+    starting,
+    studio,
+    sweeping,
+)
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -58,6 +70,7 @@ def main(words: Sequence[str] | None = None) -> int:
             ignore_ctrl_c(words)
         if not (isinstance(error, EndedElsewhere) and error.told):
             show_error(error, as_json=getattr(arguments, "json", False))
+        starting.leave_exit_code(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         ignore_ctrl_c(words)
@@ -158,10 +171,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="resume with a changed value of this key: train.lr=1e-5 --allow-change train.lr",
     )
     starting.options(one)
-    evaluating.own_metric(one)
-    starting.own_rewards(one)
+    starting.own_files(one)
     profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
     sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
+    launching.options(with_recipe(verb("launch", launch, launching.TEXT)))
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
@@ -296,6 +309,11 @@ def profile(arguments: argparse.Namespace) -> None:
 def sweep(arguments: argparse.Namespace) -> None:
     require_recipe(arguments.recipe, arguments.parser)
     sweeping.sweep(arguments, _look_for_hub)
+
+
+def launch(arguments: argparse.Namespace) -> None:
+    require_recipe(arguments.recipe, arguments.parser)
+    launching.launch(arguments)
 
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:

@@ -24,6 +24,8 @@ VERBS = {
     "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data", "audit": "data audit", "dedup": "data audit", "decontaminate": "data audit",
     "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",
+    "submit": "launch", "sbatch": "launch", "slurm": "launch --slurm", "kubernetes": "launch --kubernetes",
+    "skypilot": "launch --skypilot",
 }  # fmt: skip
 # Options of other tools: what to do instead.
 OPTIONS = {
