@@ -109,6 +109,7 @@ def test_what_is_no_time(text: str) -> None:
         (SKYPILOT[:-1], "needs store="),
         (["output=../run", *SKYPILOT], "../run is outside"),
         ([*SKYPILOT, "spot=maybe"], "spot=maybe is not"),
+        ([*SKYPILOT[:-1], "store=s3://bucket"], "s3://bucket on 2 nodes"),
         ([], "--slurm --kubernetes --skypilot"),
     ],
 )
@@ -348,10 +349,10 @@ def test_a_trainjob(more: list[str], place: Path, capsys: pytest.CaptureFixture[
     assert ran.stdout.splitlines() == [str(place), "--no-python", *told]
 
 
-@table("more", [[], ["spot=yes", "infra=aws/us-east-1"], ["store=s3://bucket/x"], ["image=docker:a/b:1", "name=on"]])
+@table("more", [[], ["spot=yes", "infra=aws/us-east-1"], ["store=s3://bucket/x", "nodes=1"], ["image=docker:a/b:1", "name=on"]])
 def test_a_task_of_skypilot(more: list[str], place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path(NASTY).write_text(RECIPE)
-    words = SKYPILOT if "store" not in str(more) else SKYPILOT[:-1]
+    words = SKYPILOT[:1] + [word for word in SKYPILOT[1:] if word.split("=")[0] not in str(more)]
     found = read(written(capsys, NASTY, *words, *more))
     assert misfits(found, TASK) == []
     assert found["resources"]["accelerators"] == "H100:2"
@@ -365,8 +366,8 @@ def test_a_task_of_skypilot(more: list[str], place: Path, capsys: pytest.Capture
     )
     options, told = ran.stdout.splitlines()[:-4], ran.stdout.splitlines()[-4:]
     assert told == ["pronghorn", "train", NASTY, "output=/pronghorn/runs/mine"]
-    assert options == ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", "1", "--master-addr", "10.0.0.1",
-                       "--master-port", "29500", "--no-python"]  # fmt: skip
+    assert options == ["--nnodes", str(found["num_nodes"]), "--nproc-per-node", "2", "--node-rank", "1",
+                       "--master-addr", "10.0.0.1", "--master-port", "29500", "--no-python"]  # fmt: skip
     assert list(place.rglob("pwned")) == []
 
 

@@ -26,7 +26,9 @@ sys.path[:0] = [str(TESTS)]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "pkill", "setsid")
 PATIENCE = 600.0  # seconds for anything, so that nothing hangs
 SOME = 30  # steps whose time is measured
-LONG = 150.0  # seconds of an undisturbed run; the signal comes 50 to 80 s after the job starts
+LONG = 120.0  # seconds of an undisturbed run; the signal comes 50 to 80 s after the job starts
+SLURM = ("--slurm", "nodes=2", "gpus=0", "ranks=1")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 # Two nodes of one machine need names that it finds itself by.
 CONFIG = """\
 ClusterName=test
@@ -139,6 +141,10 @@ def slurm(home: Path) -> Iterator[None]:
         print((home / "daemons.log").read_text(errors="replace")[-3000:], file=sys.stderr)
         raise
     finally:
+        if len(started) == len(daemons):
+            subprocess.run(["scancel", f"--user={said('id', '-un')}"], check=False)
+            with suppress(AssertionError, subprocess.CalledProcessError):
+                wait(lambda: not said("squeue", "--noheader"), "jobs do not end")
         for process in reversed(started):
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -194,23 +200,26 @@ def undisturbed(home: Path, steps: int, output: str) -> Path:
     return home / "runs" / output
 
 
+def queued_again(home: Path, job: str, number: int) -> dict[str, Any]:
+    """The last event of the run before this restart of the job."""
+    wait(lambda: restarts(job) >= number or state(job)["JobState"] in ENDED, "the job is not queued again")
+    assert restarts(job) == number, (home / f"slurm-{job}.out").read_text()[-3000:]
+    end = wait(lambda: events(home / "runs" / "mine", "end")[number - 1 :], "the run does not save")[0]
+    print(f"stopped and queued again: step {end['step']}", flush=True)
+    return dict(end)
+
+
 def disturbed(home: Path, steps: int) -> Path:
     """Ended by the time limit, by a preemption and by an administrator; then it has the time that it needs."""
     run = home / "runs" / "mine"
-    start = time.monotonic()
     job = submitted(home, f"train.steps={steps}", "output=runs/mine", *SLURM, "time=2m", "save=40s")
-    wait(lambda: restarts(job) == 1, "the time limit does not bring the job back into the queue")
-    at = [events(run, "end")[-1]]
-    print(f"signalled before the limit, {time.monotonic() - start:.0f} s after sbatch: step {at[0]['step']}", flush=True)
+    at = [queued_again(home, job, 1)]
     said("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-    for number, words in enumerate((["scancel", "--signal=TERM", job], ["scontrol", "requeue", job]), start=2):
-        before = len(curve(run))
-        wait(lambda before=before: len(curve(run)) > before + 5, "the job does not go on")  # type: ignore[misc]
+    for words in (["scancel", "--signal=TERM", job], ["scontrol", "requeue", job]):
+        wait(lambda: len(curve(run)) > at[-1]["step"] + 5, "the job does not go on")
         said(*words)
-        wait(lambda number=number: restarts(job) == number, f"{words} does not bring the job back")  # type: ignore[misc]
-        at.append(events(run, "end")[-1])
-        print(f"{' '.join(words)}: step {at[-1]['step']}", flush=True)
-    wait(lambda: state(job)["JobState"] in ("COMPLETED", "FAILED"), "the job does not end")
+        at.append(queued_again(home, job, len(at) + 1))
+    wait(lambda: state(job)["JobState"] in ENDED, "the job does not end")
     out = (home / f"slurm-{job}.out").read_text()
     assert (state(job)["JobState"], state(job)["ExitCode"], restarts(job)) == ("COMPLETED", "0:0", 3), out[-3000:]
     assert [end["exit_code"] for end in at] == [143] * 3
@@ -219,9 +228,6 @@ def disturbed(home: Path, steps: int) -> Path:
     resumed = [event["resumed_from"] for event in events(run, "start")]
     assert resumed == [None, *stops], (resumed, "nothing that was saved is done again")
     return run
-
-
-SLURM = ("--slurm", "nodes=2", "gpus=0", "ranks=1")
 
 
 def not_queued_again(home: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.clusters.keys import Key, Training, asked, count, matching, require, require_below
+from pronghorn.errors import CommandError
 
 PORT = 29500
 _STORE = "/pronghorn"  # where nodes see it
@@ -55,6 +56,12 @@ def script(words: Sequence[str], training: Training) -> tuple[str, int]:
         "image_id": found["image"],
     }
     bucket = "://" in found["store"]
+    if bucket and found["nodes"] > 1:
+        raise CommandError(
+            what=f"--skypilot: {found['store']} on {found['nodes']} nodes",
+            why="each node would have its own copy for a while, and ranks read what rank 0 has just written",
+            fix="use a volume: store=NAME (`sky volumes apply`), or nodes=1",
+        )
     # MOUNT_CACHED: a plain mount cannot append to run.jsonl
     mounted: Any = {"source": found["store"], "mode": "MOUNT_CACHED"} if bucket else found["store"]
     run = f"output={_STORE}/{training.output}"  # the last one counts

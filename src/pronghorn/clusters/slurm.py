@@ -70,7 +70,7 @@ before=$(steps)
 stop() {{ scancel --signal=TERM "$SLURM_JOB_ID"; }}   # to all nodes; ranks that are saving overlook another one
 trap 'limit=1; stop' USR1                            # the time limit comes
 trap stop TERM                                       # both do it: of signals that come together, bash may lose one
-setsid srun --cpus-per-task={cpus} bash -c "$node" node "${{train[@]}}" &
+setsid srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait=0 bash -c "$node" node "${{train[@]}}" &
 srun=$!
 while kill -0 "$srun" 2> /dev/null; do wait "$srun"; done
 wait "$srun"
