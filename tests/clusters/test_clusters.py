@@ -32,7 +32,7 @@ PROGRAMS = {
     "scontrol": 'if [ "$1" = show ]; then echo first; echo second; else echo "$*" >> requeued; fi',
     "squeue": 'echo "$STATE"',
     "scancel": '[ "$*" = "--signal=TERM 7" ] && kill -TERM $(cat node-*)',
-    "srun": """shift
+    "srun": """while [[ $1 == --* ]]; do shift; done
 for node in 0 1; do SLURM_NODEID=$node "$@" & echo $! > node-$node; done
 highest=0
 for node in 0 1; do wait $(cat node-$node); code=$?; [ $code -gt $highest ] && highest=$code; done
