@@ -20,7 +20,7 @@ from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, RecipeEr
 from tables import table
 
 VERBS = ["demo", "new", "check", "data", "data show", "data stats", "data audit", "train", "eval", "chat", "serve", "export",
-         "runs"]  # fmt: skip
+         "runs", "fork"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "numpy", "pyarrow", "rich", "pydantic", "datasets", "safetensors"}
 # Help -------------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import auditing, evaluating, exporting, planning, profiling, run_script, serving, starting, studio, sweeping
+from pronghorn.cli import (
+    auditing,
+    evaluating,
+    exporting,
+    forking,
+    planning,
+    profiling,
+    run_script,
+    serving,
+    starting,
+    studio,
+    sweeping,
+)
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -160,6 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
     starting.options(one)
     evaluating.own_metric(one)
     starting.own_rewards(one)
+    forking.options(verb("fork", forking.fork, forking.TEXT))
     profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
     sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
 
@@ -186,10 +199,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     studio.options(verb("studio", studio.studio, studio.TEXT))
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
-    one = verb("runs", runs, "list runs, or compare several")
+    _runs_options(verb("runs", runs, "list runs, or compare several"))
+    return parser
+
+
+def _runs_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("folders", nargs="*", help="runs to compare; without any, list all runs under --root")
     one.add_argument("--root", default="runs", help="folder to search (default: %(default)s)")
-    return parser
 
 
 def demo(arguments: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ VERBS = {
     "merge": "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
     "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data", "audit": "data audit", "dedup": "data audit", "decontaminate": "data audit",
-    "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",
+    "branch": "fork", "clone": "fork", "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",
 }  # fmt: skip
 # Options of other tools: what to do instead.
 OPTIONS = {
@@ -89,7 +89,7 @@ def unknown_words(left: Sequence[str], parser: argparse.ArgumentParser, takes_ke
 
 
 SUFFIXES = (".yaml", ".yml")
-AFTER = {"export": ("--to", "merged")}  # what a verb needs besides
+AFTER = {"export": ("--to", "merged"), "fork": ("runs/new", "--checkpoint", "100")}  # what a verb needs besides
 MOST_NAMED = 10
 READ = 20_000  # characters of a file, to see whether it is a recipe
 
