@@ -316,10 +316,11 @@ def sweep(arguments: argparse.Namespace) -> None:
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:
     """`answers`: whether the model gives some, and not scores."""
+    from pronghorn.report.gpu_log import GpuLog
     from pronghorn.report.run_log import read_log
     from pronghorn.report.summary import summary
 
-    show(summary(read_log(folder)))
+    show(summary(read_log(folder), GpuLog.of(folder)))
     print(f"report:     {folder / 'report.html'}")
     if answers:
         print(f"chat:       {command('chat', str(folder))}")

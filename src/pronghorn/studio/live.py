@@ -66,14 +66,14 @@ async def events(reader: LogReader) -> AsyncIterator[str]:
 
 def _curves(reader: LogReader) -> tuple[int, dict[str, Any]]:
     with reader.lock:
-        found = {name: columns(thin(reader.points(name), MOST_POINTS)) for name in (*CURVES, *reader.figures)}
+        found = {name: columns(thin(reader.points(name), MOST_POINTS)) for name in (*CURVES, *reader.more)}
         return reader.rows, found
 
 
 def _more(reader: LogReader, start: int) -> tuple[int, dict[str, Any]]:
     with reader.lock:
         steps = jsonable(reader.columns["step"][start:])
-        found = {name: {"x": steps, "y": jsonable(reader.column(name, start))} for name in (*CURVES, *reader.figures)}
+        found = {name: {"x": steps, "y": jsonable(reader.column(name, start))} for name in (*CURVES, *reader.more)}
         return reader.rows, found
 
 
@@ -93,6 +93,7 @@ def facts(reader: LogReader) -> dict[str, Any]:
     }
     shown |= {
         "state": state, "pid": pid, "left": left, "money": run.money, "money_left": _money_left(run, left), "last": run.last,
+        "energy": reader.gpu.kwh,
         "loss": asdict(run.loss), "evaluation": asdict(run.evaluation), "reward": asdict(run.reward),
         "metrics": {name: asdict(one) for name, one in run.metrics.items()},
         "stages": {name: value for name, value in run.stages.items() if value > 0},

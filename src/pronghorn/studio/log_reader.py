@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pronghorn.report.gpu_log import FIGURES, GpuLog
 from pronghorn.report.plots import Point
 from pronghorn.report.run_log import FILE_NAME, as_number, parse_event
 from pronghorn.report.run_stats import Curve, RunStats, run_stats
@@ -43,7 +44,7 @@ class LogReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path, self.lock = folder, folder / FILE_NAME, threading.RLock()
-        self.generation = 0
+        self.generation, self.gpu = 0, GpuLog(folder)
         self._forget()
 
     def _forget(self) -> None:
@@ -60,6 +61,11 @@ class LogReader:
     @property
     def rows(self) -> int:
         return len(self.columns["step"])
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """Figures of the steps that not every run has."""
+        return (*self.figures, *(name for name in FIGURES if self.gpu.times))
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -84,7 +90,7 @@ class LogReader:
                 self._feed(whole)
                 self.offset += len(whole)
                 self._tail = (self._tail + whole)[-TAIL:]
-            if self.offset != before:
+            if self.gpu.refresh() or self.offset != before:
                 self.drawn.clear()
             return self.offset != before
 
@@ -203,12 +209,17 @@ class LogReader:
             if name == "rate":
                 pairs = zip(self.columns["tokens"][start:], self.columns["seconds"][start:], strict=True)
                 return [tokens / seconds if seconds > 0 else NAN for tokens, seconds in pairs]
+            if name in FIGURES:
+                return self.gpu.by_step(name, self.columns["time"][start:], self.columns["seconds"][start:])
             found = self.columns.get(name, self.figures.get(name, array("d")))[start:]
             return [*found, *([NAN] * (self.rows - start - len(found)))]
 
     def points(self, name: str, x: str = "step") -> list[Point]:
-        """A figure of the steps, or of the evaluations (`eval`), over steps, tokens or hours; without what is not a number."""
+        """A figure of the steps, or of the evaluations (`eval`), over steps, tokens, hours or cost; without what is not a
+        number. Nothing over the cost of a run without a price."""
         with self.lock:
+            if x == "cost" and run_stats(self.events).price is None:
+                return []
             if name == "eval":
                 kept = [(as_number(e.get("step")), as_number(e.get("loss"))) for e in self.kept("eval")]
                 return [(self._place(step, x), loss) for step, loss in kept if math.isfinite(loss)]
@@ -227,14 +238,17 @@ class LogReader:
         return found
 
     def _axis(self, x: str) -> Sequence[float]:
+        """Hours and cost (USD, at the price that the log has) are of the steps, without loading and evaluations."""
         if x == "tokens":
             return self.columns["seen_tokens"]
-        if x != "hours":
+        if x not in ("hours", "cost"):
             return self.columns["step"]
+        run = run_stats(self.events)
+        an_hour = run.gpus * (run.price or 0.0) if x == "cost" else 1.0
         total, axis = 0.0, array("d")
         for one in self.columns["seconds"]:
             total += one if math.isfinite(one) else 0.0
-            axis.append(total / 3600.0)
+            axis.append(total / 3600.0 * an_hour)
         return axis
 
     def _place(self, step: float, x: str) -> float:

@@ -2,7 +2,8 @@
 import { html, useState, useEffect, useRef, useMemo, get, post, useAsked, State, Tile, Command, Problem, Empty, figure, count, percent, money, gigabytes, duration, ago, clock, to, go } from "./lib.js";
 import { Plot, smooth } from "./plot.js";
 
-const TITLES = { grad_norm: "Gradient norm", lr: "Learning rate", rate: "Tokens per second", reward: "Reward", margin: "Margin" };
+const TITLES = { grad_norm: "Gradient norm", lr: "Learning rate", rate: "Tokens per second", reward: "Reward", margin: "Margin", memory: "GPU memory, GB", power: "GPU power, W", utilisation: "GPU utilisation, %" };
+const GPU = ["memory", "power", "utilisation"]; // of runs that have a gpu.jsonl
 const USUAL = ["grad_norm", "lr", "rate"];
 const MOST_POINTS = 6000; // then the curves are asked for anew, evened down
 const FEW = 40;
@@ -85,6 +86,8 @@ function Actions({ folder, facts }) {
     ${said ? html`<div role="status" class="said-by">${said.text}<${Command} text=${said.command} /></div>` : ""}<${Problem} error=${error} />`;
 }
 
+const energy = (kwh) => (kwh === null ? "" : kwh < 0.1 ? `${+(1000 * kwh).toPrecision(3)} Wh` : `${+kwh.toPrecision(3)} kWh`);
+
 function Tiles({ facts }) {
   const share = facts.steps ? Math.min(1, facts.step / facts.steps) : 0;
   const tiles = [
@@ -96,7 +99,7 @@ function Tiles({ facts }) {
     ["tokens seen", count(facts.tokens), facts.efficiency ? `packs ${percent(facts.efficiency)} full` : ""],
     ...Object.entries(facts.metrics).slice(0, 2).map(([name, one]) => [name, figure(one.best ?? one.last), one.base === null ? "" : `base model ${figure(one.base)}`]),
     ...(facts.reward.last === null ? [] : [["reward", figure(facts.reward.last), `best ${figure(facts.reward.best)}`]]),
-    ["cost", money(facts.money), facts.money_left ? `${money(facts.money_left)} to go` : facts.gpu_hours ? `${facts.gpu_hours.toFixed(2)} GPU hours` : "no GPU"],
+    ["cost", money(facts.money), [facts.money_left ? `${money(facts.money_left)} to go` : facts.gpu_hours ? `${facts.gpu_hours.toFixed(2)} GPU hours` : "no GPU", energy(facts.energy)].filter(Boolean).join(", ")],
     ["checkpoints", count(facts.checkpoints.length), facts.checkpoints.length ? `last at step ${count(facts.checkpoints.at(-1))}` : "none yet"],
   ];
   const even = tiles.slice(0, tiles.length >= 12 ? 12 : 8);
@@ -114,15 +117,15 @@ function Plots({ facts, curves }) {
   };
   const evals = facts.evals.filter((one) => typeof one.loss === "number" && one.step);
   const main = useMemo(() => [...line("loss", "training", "--train"), { name: "evaluation", colour: "--eval", x: evals.map((one) => one.step), y: evals.map((one) => one.loss), marked: evals.length < 60 }], [curves.loss, evals.length, log]);
-  const others = Object.keys(curves).filter((name) => ![...USUAL, "loss"].includes(name) && curves[name].x.length).slice(0, 6);
+  const others = Object.keys(curves).filter((name) => ![...USUAL, ...GPU, "loss"].includes(name) && curves[name].x.length).slice(0, 6);
   return html`<h2>Training</h2><${Plot} title="Loss" series=${main} height=${330} log=${log} empty="no step yet">
       <label class="switch"><input type="checkbox" checked=${log} onChange=${(e) => setLog(e.target.checked)} />log scale</label><//>
-    <div class="grid3">${[...USUAL, ...others].map((name) => html`<${Small} key=${name} name=${name} curve=${curves[name]} line=${line} log=${log} />`)}</div>`;
+    <div class="grid3">${[...USUAL, ...others, ...GPU.filter((name) => curves[name]?.x.length)].map((name) => html`<${Small} key=${name} name=${name} curve=${curves[name]} line=${line} log=${log} />`)}</div>`;
 }
 
 function Small({ name, curve, line }) {
   const series = useMemo(() => (name === "lr" ? [{ name: "learning rate", colour: "--train", ...(curve || { x: [], y: [] }) }] : line(name, "smoothed", "--train")), [curve]);
-  return html`<${Plot} title=${TITLES[name] || name} series=${series} height=${150} fromZero=${USUAL.includes(name)} />`;
+  return html`<${Plot} title=${TITLES[name] || name} series=${series} height=${150} fromZero=${[...USUAL, ...GPU].includes(name)} />`;
 }
 
 function Stages({ facts }) {
