@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import auditing, evaluating, exporting, planning, profiling, run_script, serving, starting, studio, sweeping
+from pronghorn.cli import (
+    auditing,
+    evaluating,
+    exporting,
+    planning,
+    profiling,
+    queueing,
+    run_script,
+    serving,
+    starting,
+    studio,
+    sweeping,
+)
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -94,7 +106,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     if not ours:
         return argparse.Namespace(verb=lambda _: parser.print_help(), json=False)
     verbs = _verbs(parser)
-    require_verb(ours, verbs, _verbs(verbs["data"]))
+    require_verb(ours, verbs, {group: _verbs(verbs[group]) for group in ("data", "queue")})
     arguments, left = parser.parse_known_args(ours)
     arguments.words, arguments.own_process, arguments.given = of_script, words is None, ours
     takes_keys = hasattr(arguments, "overrides")
@@ -163,14 +175,14 @@ def build_parser() -> argparse.ArgumentParser:
     profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
     sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
 
+    queueing.options(verbs, verb, _parse)
+
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
         one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
         return one
 
-    one = with_run(verb("eval", evaluate, evaluating.TEXT))
-    evaluating.options(one)
-    starting.own_rewards(one)
+    starting.own_rewards(evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT))))
     chat_options(with_run(verb("chat", chat, "chat with the trained model")))
     serving.options(verb("serve", serve, serving.TEXT))
     exporting.options(with_run(verb("export", export, exporting.TEXT)))
