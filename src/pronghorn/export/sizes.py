@@ -25,7 +25,7 @@ NAMES = {"embed_tokens": "token_embd", "lm_head": "output", "v_proj": "attn_v", 
 
 
 def sizes(run: Path, which: str) -> list[dict[str, Any]]:
-    """Of every target: what --to calls it, its folder, bytes of the export, the disk space that writing it takes, or why it
+    """Every target: what --to calls it, its folder, bytes of the export, the disk space that writing it takes, or why it
     cannot be."""
     trained, found = TrainedRun(run, which), []
     weights = Weights(trained.recipe.model if trained.recipe.method != "full" else str(trained.path))
