@@ -71,13 +71,15 @@ def test_what_is_read_from_the_address_is_described() -> None:
 # Bodies at random --------------------------------------------------------------------------------------------------------
 
 
+FITTING = {
+    "run": "runs/one", "file": "my.yaml", "text": RECIPE, "key": "train.lr", "value": "1e-3", "to": "merged", "gpu": "h100",
+    "method": "lora", "keys": "train.lr=1e-3,1e-4",
+}  # fmt: skip
+
+
 class Draw:
     """Bodies that the schema allows, and such as it does not."""
 
-    FITTING = {
-        "run": "runs/one", "file": "my.yaml", "text": RECIPE, "key": "train.lr", "value": "1e-3", "to": "merged", "gpu": "h100",
-        "method": "lora", "keys": "train.lr=1e-3,1e-4",
-    }  # fmt: skip
     KNOWN = (*FITTING.values(), "runs", "", ".", "..", "m", "a.jsonl", "new.yaml")
     ODD = (
         "\0", "\ud800", "é\u202e", "x" * 200_000, "[" * 5000, "{a: " * 3000, "&a [*a, *a]", "- " * 4000, "../../etc/passwd",
@@ -127,7 +129,7 @@ class Draw:
         raise AssertionError(f"what is {schema}?")
 
     def property(self, name: str, schema: dict[str, Any]) -> Any:
-        return self.FITTING[name] if name in self.FITTING and self.random.random() < 0.7 else self.of(schema)
+        return FITTING[name] if name in FITTING and self.random.random() < 0.7 else self.of(schema)
 
     def spoilt(self, body: dict[str, Any]) -> Any:
         match self.random.randrange(6):
