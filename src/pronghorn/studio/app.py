@@ -35,6 +35,7 @@ from pronghorn.studio import control, live, questions, recipes, talk
 from pronghorn.studio.gate import LARGEST_FILE, POLICY_OF_REPORTS, UPLOAD, Gate, Keys, as_json, refused
 from pronghorn.studio.jobs import FOLDER, Jobs, Worker
 from pronghorn.studio.library import Library, write_notes
+from pronghorn.studio.openapi import described
 from pronghorn.studio.places import DATA, Places
 from pronghorn.yaml_file import LARGEST
 
@@ -67,8 +68,10 @@ class Studio:
             "/api/recipe/edit": self.edit, "/api/recipe/new": self.new, "/api/talk": self.open_talk,
             "/api/recipe/save": self.save,
         }  # fmt: skip
+        bodies = {path: questions.question_of(function) for path, function in writing.items()} | {"/api/talk/say": SAID}
+        reading["/api/openapi.json"] = lambda _: described(routes, bodies, {**reading, **writing}, f"pronghorn-studio-{port()}")
         routes = [Route(path, _reading(function)) for path, function in reading.items()]
-        routes += [Route(path, _writing(function), methods=["POST"]) for path, function in writing.items()]
+        routes += [Route(path, _writing(function, bodies[path]), methods=["POST"]) for path, function in writing.items()]
         routes += [
             Route(UPLOAD, self.upload, methods=["POST"]), Route("/api/live", self.live), Route("/page", self.page),
             Route("/api/talk/say", self.say, methods=["POST"]), Route("/{path:path}", self.static),
@@ -291,9 +294,7 @@ def _reading(function: Callable[[Request], Any]) -> Callable[[Request], Awaitabl
     return answer
 
 
-def _writing(function: Callable[[Any], Any]) -> Callable[[Request], Awaitable[Response]]:
-    kind = questions.question_of(function)
-
+def _writing(function: Callable[[Any], Any], kind: TypeAdapter[Any]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         body = await request.body()
         return await _answered(lambda text: function(questions.checked(kind, _body(text))), body)

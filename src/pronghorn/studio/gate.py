@@ -45,8 +45,9 @@ LARGEST_FILE = 64 << 20  # of one that is dropped on the page; larger ones are c
 LARGEST_LOGIN = 1 << 14
 UPLOAD, LOGIN = "/api/data", "/login"
 READING = ("GET", "HEAD")
-NO_WAY_IN = "Open the link that `pronghorn studio` printed. Each link works once; the terminal shows the next one.\n"
-NOT_LOGGED_IN = "Log in with the password on the studio's first page, or open the link that `pronghorn studio` printed.\n"
+UNKNOWN = "the studio does not know this browser (any more)"
+NO_WAY_IN = "Open the link that `pronghorn studio` printed. Each link works once; the terminal shows the next one."
+NOT_LOGGED_IN = "Log in with the password on the studio's first page, or open the link that `pronghorn studio` printed."
 KEPT_FOR = 30 * 86_400.0  # seconds for which a cookie may outlive its server
 
 
@@ -111,9 +112,15 @@ class Gate:
             return self._let_in(token[-1], scope["scheme"], known=known)
         if known or self._logs_in(scope):
             return None
-        if self._keys.password is None:
-            return PlainTextResponse(NO_WAY_IN, 401)
-        return login_page(401) if scope["path"] in ("/", LOGIN) else PlainTextResponse(NOT_LOGGED_IN, 401)
+        return self._no_way_in(scope["path"])
+
+    def _no_way_in(self, path: str) -> Response:
+        way = NO_WAY_IN if self._keys.password is None else NOT_LOGGED_IN
+        if path.startswith("/api/"):
+            return as_json({"error": {"what": UNKNOWN, "fix": way}}, 401)
+        if self._keys.password is not None and path in ("/", LOGIN):
+            return login_page(401)
+        return PlainTextResponse(f"{way}\n", 401)
 
     def _logs_in(self, scope: Scope) -> bool:
         return self._keys.password is not None and scope["path"] == LOGIN and scope["method"] == "POST"
@@ -146,7 +153,7 @@ class Gate:
         if known:  # a bookmark of the link, or a second click on it
             return answer
         if not self._keys.take(token):
-            return PlainTextResponse(NO_WAY_IN, 401)
+            return self._no_way_in("/")
         return self._with_cookie(answer, scheme)
 
     def _with_cookie(self, answer: Response, scheme: str) -> Response:

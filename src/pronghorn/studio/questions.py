@@ -12,6 +12,9 @@ from typing_extensions import TypedDict  # typing's own is refused by pydantic b
 from pronghorn.serve.asked import SHOWN, RequestError
 
 closed = with_config(ConfigDict(extra="forbid", strict=True))  # no other keys, and no number where a text belongs
+# In the API's description, the text of a recipe is known by the recipe's own models.
+OF_RECIPE = {"contentMediaType": "application/yaml", "contentSchema": {"$ref": "#/components/schemas/Recipe"}}
+RecipeText = Annotated[str, Field(json_schema_extra=OF_RECIPE)]  # type: ignore[arg-type]
 Row = Annotated[int, Field(ge=0, le=10**12)]
 
 
@@ -37,7 +40,7 @@ class Start(TypedDict):
     file: str  # the recipe's
     verb: NotRequired[Literal["train", "check", "data audit", "sweep"]]
     fresh: NotRequired[bool]
-    keys: NotRequired[str]  # of a sweep: train.lr=1e-4,1e-3 lora.r=8,16
+    keys: NotRequired[Annotated[str, Field(max_length=4096)]]  # of a sweep: train.lr=1e-4,1e-3 lora.r=8,16
 
 
 @closed
@@ -49,7 +52,7 @@ class Export(TypedDict):
 @closed
 class Ask(TypedDict):
     question: Literal["plan", "rows", "stats"]
-    text: str  # the recipe's
+    text: RecipeText
     name: NotRequired[str | None]
     file: NotRequired[str | None]
     set: NotRequired[list[str]]
@@ -61,13 +64,13 @@ class Ask(TypedDict):
 
 @closed
 class Read(TypedDict):
-    text: str
+    text: RecipeText
     name: NotRequired[str | None]
 
 
 @closed
 class Edit(TypedDict):
-    text: str
+    text: RecipeText
     key: str
     value: str
     name: NotRequired[str | None]
@@ -84,7 +87,7 @@ class New(TypedDict):
 @closed
 class Save(TypedDict):
     file: str
-    text: str
+    text: RecipeText
     version: NotRequired[str | None]  # that was loaded; nothing for a new file
 
 
