@@ -26,10 +26,11 @@ def options(one: argparse.ArgumentParser) -> None:
 
 def fork(arguments: argparse.Namespace) -> None:
     with importing():
-        from pronghorn.train.checkpoint.fork import RECIPE, fork
+        from pronghorn.train.checkpoint.fork import fork
+        from pronghorn.train.run.run_folder import RECIPE_NAME
 
     folder = fork(Path(arguments.run), arguments.checkpoint, lambda then: _changed(then, arguments.overrides, arguments.new))
-    go_on = command("train", str(folder / RECIPE))
+    go_on = command("train", str(folder / RECIPE_NAME))
     told = {"written": str(folder), "step": arguments.checkpoint, "next": go_on}
     say(arguments, told, f"wrote {folder}, which goes on after step {arguments.checkpoint}; next: {go_on}")
 

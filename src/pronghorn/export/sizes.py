@@ -25,7 +25,7 @@ NAMES = {"embed_tokens": "token_embd", "lm_head": "output", "v_proj": "attn_v", 
 
 
 def sizes(run: Path, which: str) -> list[dict[str, Any]]:
-    """Every target: what --to calls it, its folder, bytes of the export, the disk space that writing it takes, or why it
+    """Each target: what --to calls it, its folder, bytes of the export, the disk space that writing it takes, or why it
     cannot be."""
     trained, found = TrainedRun(run, which), []
     weights = Weights(trained.recipe.model if trained.recipe.method != "full" else str(trained.path))
@@ -62,7 +62,7 @@ class Weights:
         return dict(empty_model(self.model, read_config(self.model)).named_parameters())
 
     def written(self, job: Job, target: str) -> int:
-        """Of weights and tokenizer; a card, a record and what a file says of itself come on top."""
+        """Bytes of weights and tokenizer; a card, a record and what a file says of itself come on top."""
         small = [file for file in job.checkpoint.iterdir() if file.is_file() and file.name not in NOT_EXPORTED]
         adapter = sum(file.stat().st_size for file in small)
         others = sum(file.stat().st_size for file in small if not file.name.startswith(("adapter_", "model")))

@@ -26,7 +26,7 @@ from pronghorn.serve.asked import RequestError
 from pronghorn.small_files import read_small
 
 FOLDER, ABOUT, OUTPUT = ".studio", "job.json", "output.txt"
-VERBS = ("train", "check", "data audit", "sweep", "export", "eval", "serve", "demo")
+VERBS = ("train", "check", "data audit", "sweep", "fork", "export", "eval", "serve", "demo")
 MOST_OUTPUT = 64_000  # bytes of the end that are shown
 MOST_JOBS = 200
 NAME = re.compile(r"[0-9a-f-]{1,40}")
@@ -204,7 +204,10 @@ class Worker:
             if not line:
                 process.kill()
                 process.wait()
-                return {"problems": [{"what": "no answer", "why": f"it ended, or took more than {seconds:.0f} s", "fix": ""}]}
+                return {
+                    "unanswered": True,
+                    "problems": [{"what": "no answer", "why": f"it ended, or took more than {seconds:.0f} s", "fix": ""}],
+                }
         found: dict[str, Any] = json.loads(line)
         return found
 

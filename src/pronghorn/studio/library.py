@@ -10,12 +10,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import PronghornError
-from pronghorn.recipe import flat
+from pronghorn.recipe import Recipe, flat
 from pronghorn.report.plots import Point, smooth, thin
 from pronghorn.report.run_log import FILE_NAME, plain
 from pronghorn.report.run_stats import RunStats
@@ -171,10 +171,11 @@ class Library:
 
     def differences(self, names: Sequence[str]) -> dict[str, Any]:
         """Keys of the recipes that differ, each with its value in every run."""
-        recipes = [flat(self._started(self.reader(name)).recipe) for name in names[:MOST_OVER_EACH_OTHER]]
-        keys = sorted({key for recipe in recipes for key in recipe} - {"output"})
-        values = {key: [recipe.get(key) for recipe in recipes] for key in keys}
-        return {key: plain(row) for key, row in values.items() if any(one != row[0] for one in row)}
+        return differing([self._started(self.reader(name)).recipe for name in names[:MOST_OVER_EACH_OTHER]])
+
+    def against(self, name: str, recipe: Recipe) -> dict[str, Any]:
+        """The same of a run and of a recipe that is being written."""
+        return differing([self._started(self.reader(name)).recipe, recipe.model_dump(mode="json")])
 
     @staticmethod
     def _started(reader: LogReader) -> RunStats:
@@ -187,6 +188,13 @@ class Library:
             if folder not in self._readers:
                 self._readers[folder] = LogReader(folder)
             return self._readers[folder]
+
+
+def differing(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Keys that differ, each with its value in every recipe."""
+    values = [flat(recipe) for recipe in recipes]
+    rows = {key: [one.get(key) for one in values] for key in sorted({key for one in values for key in one} - {"output"})}
+    return {key: plain(row) for key, row in rows.items() if any(one != row[0] for one in row)}
 
 
 def columns(points: Sequence[Point]) -> dict[str, list[float]]:

@@ -19,6 +19,7 @@ from pronghorn.report.plots import thin
 from pronghorn.report.run_log import as_number, plain
 from pronghorn.report.run_stats import RunStats
 from pronghorn.studio.control import checkpoints, holder
+from pronghorn.studio.exports import exports
 from pronghorn.studio.library import MOST_POINTS, columns, jsonable, read_notes
 from pronghorn.studio.log_reader import LogReader
 
@@ -97,7 +98,7 @@ def facts(reader: LogReader) -> dict[str, Any]:
         "loss": asdict(run.loss), "evaluation": asdict(run.evaluation), "reward": asdict(run.reward),
         "metrics": {name: asdict(one) for name, one in run.metrics.items()},
         "stages": {name: value for name, value in run.stages.items() if value > 0},
-        "checkpoints": saved, "resumable": bool(saved) and state in RESUMABLE,
+        "checkpoints": saved, "exports": exports(reader.folder), "resumable": bool(saved) and state in RESUMABLE,
         "evals": [{key: e.get(key) for key in ("step", "loss", "metrics")} for e in kept["eval"]],
         "samples": _texts(kept["samples"]), "generations": _texts(kept["eval"][-1:]),
         "notices": [{"time": e.get("time"), "text": str(e.get("text", ""))[:MOST_TEXT]} for e in notices[-100:]],

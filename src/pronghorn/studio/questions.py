@@ -50,8 +50,29 @@ class Export(TypedDict):
 
 
 @closed
+class Fork(TypedDict):
+    run: str
+    step: Row  # of its checkpoint
+    output: str  # the new run's folder
+    keys: NotRequired[str]  # that change: train.lr=1e-4 train.steps=2000
+
+
+@closed
+class Prefer(TypedDict):
+    prompt: list[dict[str, Any]]  # messages, up to the question
+    chosen: str
+    rejected: str
+
+
+@closed
+class Compare(TypedDict):
+    run: str
+    text: str  # of a recipe
+
+
+@closed
 class Ask(TypedDict):
-    question: Literal["plan", "rows", "stats"]
+    question: Literal["plan", "rows", "stats", "ready"]
     text: RecipeText
     name: NotRequired[str | None]
     file: NotRequired[str | None]

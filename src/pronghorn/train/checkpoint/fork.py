@@ -20,8 +20,7 @@ from pronghorn.report.run_log import BELONGS_TO_A_STEP, FILE_NAME, history, read
 from pronghorn.train.checkpoint.checkpoint import TrainState, copy_checkpoint, list_checkpoints, step_of, verify_checkpoint
 from pronghorn.train.checkpoint.longer import as_longer, is_longer, is_stable
 from pronghorn.train.checkpoint.resume import described
-
-RECIPE = "recipe.yaml"  # in the new folder: what goes on
+from pronghorn.train.run.run_folder import RECIPE_NAME
 
 
 def fork(run: Path, step: int, changed: Callable[[Recipe], tuple[Recipe, str]]) -> Path:
@@ -55,7 +54,7 @@ def fork(run: Path, step: int, changed: Callable[[Recipe], tuple[Recipe, str]]) 
         for kept in steps.keys() & {step, then.progress.best_step}:
             copy_checkpoint(steps[kept], beside, {"recipe": recipe} | ({"values": values} if kept == step else {}))
         (beside / FILE_NAME).write_text("".join(json.dumps(event) + "\n" for event in _log(run, step, new)), encoding="utf-8")
-        (beside / RECIPE).write_text(text, encoding="utf-8")
+        (beside / RECIPE_NAME).write_text(text, encoding="utf-8")
         beside.rename(new)
     except OSError as error:
         raise EnvironmentFault.of(error, "cannot write the new run", new, "free some space, or name another folder") from error
