@@ -23,6 +23,7 @@ from pronghorn.cli import (
     forking,
     planning,
     profiling,
+    queueing,
     run_script,
     serving,
     starting,
@@ -106,7 +107,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     if not ours:
         return argparse.Namespace(verb=lambda _: parser.print_help(), json=False)
     verbs = _verbs(parser)
-    require_verb(ours, verbs, _verbs(verbs["data"]))
+    require_verb(ours, verbs, {group: _verbs(verbs[group]) for group in ("data", "queue")})
     arguments, left = parser.parse_known_args(ours)
     arguments.words, arguments.own_process, arguments.given = of_script, words is None, ours
     takes_keys = hasattr(arguments, "overrides")
@@ -176,14 +177,14 @@ def build_parser() -> argparse.ArgumentParser:
     profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
     sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
 
+    queueing.options(verbs, verb, _parse)
+
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
         one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
         return one
 
-    one = with_run(verb("eval", evaluate, evaluating.TEXT))
-    evaluating.options(one)
-    starting.own_rewards(one)
+    starting.own_rewards(evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT))))
     chat_options(with_run(verb("chat", chat, "chat with the trained model")))
     serving.options(verb("serve", serve, serving.TEXT))
     exporting.options(with_run(verb("export", export, exporting.TEXT)))
