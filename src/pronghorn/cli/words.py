@@ -23,8 +23,8 @@ VERBS = {
     "merge": "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
     "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data", "audit": "data audit", "dedup": "data audit", "decontaminate": "data audit",
-    "enqueue": "queue add", "schedule": "queue add", "jobs": "queue list",
-    "branch": "fork", "clone": "fork", "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",
+    "branch": "fork", "clone": "fork", "enqueue": "queue add", "schedule": "queue add", "jobs": "queue list",
+    "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",
 }  # fmt: skip
 # Options of other tools: what to do instead.
 OPTIONS = {
