@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ from pronghorn.recipe import flat
 from pronghorn.report.plots import thin
 from pronghorn.report.run_log import as_number, plain
 from pronghorn.report.run_stats import RunStats
-from pronghorn.studio.control import checkpoints, holder
+from pronghorn.studio.control import checkpoints, holder, paused
 from pronghorn.studio.exports import exports
 from pronghorn.studio.library import MOST_POINTS, columns, jsonable, read_notes
 from pronghorn.studio.log_reader import LogReader
@@ -28,6 +29,7 @@ FACTS_EVERY = 1.0
 PULSE = 15.0  # seconds of silence after which a line without meaning shows that the line stands
 CURVES = ("loss", "grad_norm", "lr", "rate")
 LAST_STEPS = 50  # whose seconds tell how long the rest takes
+SILENT = 60.0  # seconds without a line, or as long as 20 steps, after which the page says so
 MOST_TEXT = 4000  # letters of an answer
 RESUMABLE = ("interrupted", "cut off", "error", "health stop", "early stop")
 
@@ -94,6 +96,7 @@ def facts(reader: LogReader) -> dict[str, Any]:
     }
     shown |= {
         "state": state, "pid": pid, "left": left, "money": run.money, "money_left": _money_left(run, left), "last": run.last,
+        **(_silence(reader.path, pid, seconds) if pid is not None else {"paused": False, "silent": None}),
         "energy": reader.gpu.kwh,
         "loss": asdict(run.loss), "evaluation": asdict(run.evaluation), "reward": asdict(run.reward),
         "metrics": {name: asdict(one) for name, one in run.metrics.items()},
@@ -104,7 +107,8 @@ def facts(reader: LogReader) -> dict[str, Any]:
         "notices": [{"time": e.get("time"), "text": str(e.get("text", ""))[:MOST_TEXT]} for e in notices[-100:]],
         "memory": [kept["plan"][-1:], kept["measured"][-1:]], "bad_lines": reader.bad_lines,
         "sessions": [asdict(one) for one in run.sessions[-20:]], "recipe": flat(run.recipe),
-        "answers": _mark(reader), "report": (reader.folder / "report.html").is_file(), **read_notes(reader.folder),
+        "answers": _written(reader.folder / "answers.jsonl"), "report": (reader.folder / "report.html").is_file(),
+        **read_notes(reader.folder),
     }  # fmt: skip
     result: dict[str, Any] = plain(shown)
     return result
@@ -114,10 +118,17 @@ def _money_left(run: RunStats, left: float | None) -> float | None:
     return None if run.price is None or left is None else run.price * run.gpus * left / 3600.0
 
 
-def _mark(reader: LogReader) -> float:
-    """Changes with answers.jsonl."""
+def _silence(log: Path, pid: int, seconds: list[float]) -> dict[str, Any]:
+    """Since when a run that is there has written nothing, where that is long, or its process is paused."""
+    written, stands = _written(log), paused(pid)
+    long = time.time() - written > max(SILENT, 20 * median(seconds or [0.0]))
+    return {"paused": stands, "silent": written if stands or long else None}
+
+
+def _written(file: Path) -> float:
+    """When; 0: it is not there."""
     try:
-        return (reader.folder / "answers.jsonl").stat().st_mtime
+        return file.stat().st_mtime
     except OSError:
         return 0.0
 

@@ -196,10 +196,10 @@ class LogReader:
             rewards = list(zip(figures.get("reward", ()), steps, strict=False))
             return replace(
                 run,
-                step=max(run.step, int(steps[-1]) if steps else 0),
+                step=max(run.step, _last(steps)),
                 loss=_curve(losses, min),
                 reward=_curve([pair for pair in rewards if not math.isnan(pair[0])], max),
-                tokens=int(self.columns["seen_tokens"][-1]) if steps else 0,
+                tokens=_last(self.columns["seen_tokens"]),
                 tokens_per_second=sum(self.columns["tokens"]) / spent if spent > 0 else 0.0,
                 sessions=tuple(replace(one, steps=self.steps_of.get(one.number, 0)) for one in run.sessions),
             )
@@ -255,6 +255,11 @@ class LogReader:
         """Where this step lies on the axis."""
         axis, steps = self._axis(x), self.columns["step"]
         return step if x == "step" else axis[i - 1] if (i := bisect_right(steps, step)) else 0.0
+
+
+def _last(column: Sequence[float]) -> int:
+    """A line of a step may lack a figure."""
+    return int(column[-1]) if column and math.isfinite(column[-1]) else 0
 
 
 def _curve(values: Sequence[tuple[float, float]], best: Callable[..., Any]) -> Curve:

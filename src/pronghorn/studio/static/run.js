@@ -30,10 +30,8 @@ function useLive(folder) {
     });
     source.onerror = async () => {
       setLine("lost");
-      if (source.readyState === EventSource.CLOSED) { // refused, not only interrupted: ask why, and try again
-        try { await get("answers", { run: folder }); } catch (error) { setLine(error.status === 404 ? "gone" : "lost"); }
-        setTimeout(() => again((n) => n + 1), 3000);
-      }
+      try { await get("answers", { run: folder }); } catch (error) { if (error.status === 404) setLine("gone"); } // why: an outage is told above
+      if (source.readyState === EventSource.CLOSED) setTimeout(() => again((n) => n + 1), 3000); // refused, not only interrupted
     };
     return () => { source.close(); cancelAnimationFrame(waiting.current); waiting.current = 0; };
   }, [folder, turn]);
@@ -51,6 +49,7 @@ export function Run({ given }) {
     ${facts.bad_lines ? html`<div class="why" role="status">${facts.bad_lines === 1 ? "One line" : `${facts.bad_lines} lines`} of run.jsonl cannot be read and ${facts.bad_lines === 1 ? "is" : "are"} left out; the rest counts.</div>` : ""}
     ${facts.why ? html`<p class="why">${facts.why}</p>` : ""}
     ${facts.state === "cut off" ? html`<div class="why" role="status">The process of this run is gone without a last word: it was killed, or the machine went down. ${facts.resumable ? "Resume goes on from its last checkpoint." : "There is no whole checkpoint to go on from."}</div>` : ""}
+    ${facts.silent ? html`<${Silent} facts=${facts} />` : ""}
     <${Actions} folder=${folder} facts=${facts} />
     <${Tiles} facts=${facts} />
     <${Plots} facts=${facts} curves=${curves} />
@@ -62,7 +61,9 @@ export function Run({ given }) {
 }
 
 const Gone = () => html`<div class="why bad" role="alert">The run's folder, or its run.jsonl, is no more. What was shown last stays here; if it comes back, so does this page.</div>`;
-const Lost = () => html`<div class="why" role="status">The studio does not answer. The run goes on without it; this page tries again by itself.</div>`;
+const Lost = () => html`<p class="note" role="status">The line to the studio is interrupted; connecting again…</p>`;
+const Silent = ({ facts }) => html`<div class="why" role="status">Nothing has been written since ${clock(facts.silent)}. ${facts.paused
+  ? html`The process is paused; <code>kill -CONT ${facts.pid}</code> lets it go on.` : "The process is there: an evaluation or a download can take this long."}</div>`;
 
 function Actions({ folder, facts }) {
   const [said, say] = useState(null), [error, fail] = useState(null), [busy, work] = useState(false);
