@@ -142,6 +142,17 @@ class Page:
             text,
         )
 
+    def choose(self, selector: str, value: Any) -> None:
+        """An option of a select, or a box ticked."""
+        self.wait(lambda: self.js("return !!document.querySelector(arguments[0])", selector), f"no {selector}")
+        tick, option = (
+            "if (e.checked !== arguments[1]) e.click()",
+            ("e.value = arguments[1]; e.dispatchEvent(new Event('change', {bubbles: true}))"),
+        )
+        self.js(
+            f"const e = document.querySelector(arguments[0]); {tick if isinstance(value, bool) else option}", selector, value
+        )
+
     def go(self, place: str) -> None:
         self.js("location.hash = arguments[0]", place)
 
@@ -282,6 +293,7 @@ def to_a_running_training(page: Page, server: Server) -> None:
     page.wait(
         lambda: page.js("return document.getElementById('key-train.epochs') && 1") and "valid" in page.text(), "not valid"
     )
+    page.shows("ready 300 documents")  # as `check` says it, by itself
     page.wait(lambda: f"steps: {STEPS}" in page.js(TEXT), "the text is not the typed one")
     page.click("Start")
     page.wait(lambda: "#/run?" in page.js("return location.hash"), "the run does not start")
@@ -331,6 +343,15 @@ def plan_and_data(page: Page) -> None:
     page.click("Plan")
     page.shows("peak memory")
     page.shows("pronghorn plan mine.yaml --gpu rtx4090" if shutil.which("pronghorn") else "plan mine.yaml --gpu rtx4090")
+    page.choose("section[aria-label=plan] input[type=checkbox]", True)
+    page.click("Plan")
+    page.shows("The longest document that fits")
+    page.choose("section[aria-label=differences] select", "runs/mine")
+    page.shows("The same recipe.")
+    page.fill(".lines textarea", page.js(TEXT).replace("lr: 1e-2", "lr: 1e-3"))
+    page.wait(lambda: page.js("return [...document.querySelectorAll('.diff td')].map(e => e.innerText)") == ["0.01", "0.001"],
+              "train.lr is not told to differ")  # fmt: skip
+    nothing_is_trained(page)
     page.go("#/data?file=mine.yaml")
     page.shows("near duplicates")
     assert page.js("return document.querySelectorAll('.datarow .t1').length") > 10
@@ -339,6 +360,111 @@ def plan_and_data(page: Page) -> None:
     link = page.element("audit", "a").get_attribute("href")  # once it has ended
     found = "const tell = arguments[arguments.length - 1]; fetch(arguments[0]).then(r => r.text()).then(tell)"
     assert "<html" in page.driver.execute_async_script(found, link)
+
+
+def nothing_is_trained(page: Page) -> None:
+    """A row whose answer is cut off blocks the start, with its line, until bad rows are skipped."""
+    text = page.js(TEXT)
+    page.fill(".lines textarea", text.replace("max_length: 128", "max_length: 60\n  long: truncate"))
+    page.shows("the row trains nothing")
+    assert re.search(r"mine\.jsonl:\d+", page.text())
+    assert page.js("return [...document.querySelectorAll('button')].find(e => e.innerText === 'Start').disabled")
+    page.fill(".lines textarea", text)
+    page.shows("ready 300 documents")
+    assert not page.js("return [...document.querySelectorAll('button')].find(e => e.innerText === 'Start').disabled")
+
+
+def a_fork(page: Page, home: Path) -> None:
+    page.go("#/run?run=runs/mine")
+    page.wait(lambda: page.js("return document.querySelectorAll('.checkpoints button').length") > 1, "no checkpoints")
+    page.js("document.querySelector('.checkpoints button').click()")
+    page.fill(".checkpoints + form input", "runs/again")
+    page.js("document.querySelector('.checkpoints + form button').click()")
+    page.wait(lambda: "again" in page.js("return location.hash"), "no new run")
+    page.shows("interrupted")
+    page.click("Resume")
+    page.wait(lambda: page.js(STEP) == STEPS and "done" in page.text(), "it does not go on")
+
+    def losses(run: str) -> list[float]:
+        steps = map(json.loads, (home / "runs" / run / "run.jsonl").read_text().splitlines())
+        return [float(found) for found in {one["step"]: one["loss"] for one in steps if one["event"] == "step"}.values()]
+
+    assert losses("again") == losses("mine")
+
+
+def rollouts(page: Page, home: Path) -> None:
+    from studio_parts import make_run, start, step
+
+    told = [{"prompt": "2 + 2", "answer": f"answer {number}", "reward": number / 10} for number in range(10)]
+    sample = {"event": "samples", "time": 1001.0, "session": 1, "step": 1, "shown": told}
+    make_run(home / "runs" / "rl", [start(), step(1), sample])
+    page.go("#/run?run=runs/rl")
+    page.shows("10 of 10")
+    page.fill("[aria-label=rollouts] input[type=number]", "0.75")
+    page.choose("[aria-label=rollouts] select", "highest")
+    page.shows("2 of 10")
+    answers = "return [...document.querySelectorAll('.sample .said:last-child')].map(e => e.innerText)"
+    page.wait(lambda: page.js(answers) == ["answer 9", "answer 8"], "not the highest first")
+    page.fill("[aria-label=rollouts] input[type=search]", "answer 8")
+    page.shows("1 of 10")
+    shutil.rmtree(home / "runs" / "rl")
+
+
+def by_keys(page: Page) -> None:
+    """Every control of every page is reached by Tab, and is seen to be; g and a letter go to a page."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    def press(*keys: str) -> None:
+        ActionChains(page.driver).send_keys(*keys).perform()
+
+    for letter, place in (
+        ("r", "#/runs"),
+        ("e", "#/recipe"),
+        ("t", "#/talk"),
+        ("q", "#/queue"),
+        ("c", "#/jobs"),
+        ("d", "#/data"),
+    ):
+        page.js("document.activeElement.blur()")
+        press("g", letter)
+        page.wait(lambda place=place: page.js("return location.hash") == place, f"g {letter} does not lead to {place}")
+        page.wait(lambda: page.js("return document.querySelectorAll('main *').length") > 5, "no page")
+        time.sleep(0.5)
+        page.js("scrollTo(0, 0); document.activeElement.blur(); window.reached = new Set(); window.unseen = [];")
+        controls = page.js(CONTROLS)
+        for _ in range(len(controls) + 12):
+            press(Keys.TAB)
+            page.js(REACHED)
+        assert page.js("return window.unseen") == [], f"focus is not seen on {place}"
+        missed = page.js(
+            f"return (() => {{ {CONTROLS} }})().filter(e => !window.reached.has(e)).map(e => e.outerHTML.slice(0, 120))"
+        )
+        assert missed == [], f"Tab does not reach {missed} on {place}"
+    page.js("document.activeElement.blur()")
+    press("?")
+    page.wait(lambda: page.js("return document.querySelector('dialog').open"), "no list of keys")
+    page.accessible("keys")
+    press(Keys.ESCAPE)
+    page.wait(lambda: not page.js("return document.querySelector('dialog').open"), "the list of keys stays")
+    page.driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
+    )
+    assert page.js("const p = document.createElement('span'); p.className = 'pill live'; document.body.append(p);"
+                   "const one = getComputedStyle(p, '::before').animationName; p.remove(); return one") == "none"  # fmt: skip
+    page.size(*SIZES[0], dark=False)
+
+
+# What takes the keyboard: of radio buttons and hidden parts there are none outside the dialog.
+CONTROLS = (
+    "return [...document.querySelectorAll('a[href], button, input, select, textarea, [tabindex=\"0\"]')]"
+    ".filter(e => !e.disabled && !e.closest('dialog') && e.checkVisibility())"
+)
+REACHED = (
+    "const e = document.activeElement; window.reached.add(e); const s = getComputedStyle(e);"
+    "if (e !== document.body && e.id !== 'page' && !e.matches('.skip')"
+    " && (s.outlineStyle === 'none' || parseFloat(s.outlineWidth) < 1)) window.unseen.push(e.outerHTML.slice(0, 120))"
+)
 
 
 def talk_and_export(page: Page, home: Path) -> None:
@@ -353,12 +479,16 @@ def talk_and_export(page: Page, home: Path) -> None:
         "silent",
     )
     page.wait(lambda: page.js("return ![...document.querySelectorAll('button')].some(e => e.innerText === 'Stop')"), "no end")
+    page.js("[...document.querySelectorAll('.sides button')][1].click()")
+    page.wait(lambda: (home / "data" / "preferences.jsonl").is_file() or "two different answers" in page.text(), "not rated")
     page.click("Unload the model")
     page.go("#/run?run=runs/mine")
-    page.click("Export")
+    page.click("Formats and sizes")
+    page.click("write adapter")
     exported = home / "runs" / "mine" / "export-adapter" / "adapter_config.json"
     page.wait(exported.is_file, "nothing is exported")
     page.shows("check:")
+    page.wait(lambda: "export-adapter" in page.text() and "checked" in page.text(), "no verdict")
 
 
 def queue(page: Page, home: Path) -> None:
@@ -437,6 +567,10 @@ def main() -> None:
             print("plan and data: yes", flush=True)
             talk_and_export(page, home)
             print("talk and export: yes", flush=True)
+            a_fork(page, home)
+            rollouts(page, home)
+            by_keys(page)
+            print("fork with the same losses, rollouts by reward, every control by the keyboard: yes", flush=True)
             queue(page, home)
             print("queue: moved, cancelled, finished: yes", flush=True)
             shots(page, arguments.shots, {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml",

@@ -13,6 +13,7 @@ from pronghorn.cli import main
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import load_recipe
 from pronghorn.report.run_log import read_log
+from pronghorn.report.run_stats import run_stats
 from pronghorn.train.checkpoint.checkpoint import list_checkpoints
 from pronghorn.train.loop import train
 
@@ -32,6 +33,9 @@ def test_it_goes_on_with_the_same_bits(recipe_for: RecipeFor, tmp_path: Path, ca
     best = events_of(run, "eval")[0]["step"]  # a checkpoint that the rest of the run may still name
     assert {path.name for path in list_checkpoints(new)} == {"checkpoint-3", f"checkpoint-{best}"}
     assert losses_of(new) == losses_of(run)[:3]
+    then, now = run_stats(read_log(run)), run_stats(read_log(new))
+    assert (now.state, now.step, now.name) == ("interrupted", 3, "new")
+    assert now.seconds <= then.seconds  # however long ago it ended
     result = train(load_recipe(new / "recipe.yaml"), display=Silent())
     assert result.folder == new
     assert losses_of(new) == losses_of(run)

@@ -7,6 +7,7 @@ import { Data } from "./data.js";
 import { Talk } from "./talk.js";
 import { Queue } from "./queue.js";
 import { Jobs } from "./jobs.js";
+import { Keys } from "./keys.js";
 
 const PAGES = { runs: ["Runs", Runs], recipe: ["Recipe", Recipe], data: ["Data", Data], talk: ["Talk", Talk], queue: ["Queue", Queue], jobs: ["Commands", Jobs] };
 const HIDDEN = { run: ["Run", Run] };
@@ -33,7 +34,7 @@ function App() {
   const skip = (event) => { event.preventDefault(); document.getElementById("page").focus(); };
   return html`<a class="skip" href="#page" onClick=${skip}>to the page</a>
     <header class="bar"><a class="brand" href="#/runs">Pronghorn</a>
-      <nav aria-label="pages">${Object.entries(PAGES).map(([name, [label]]) => html`<a href=${`#/${name}`} aria-current=${place.page === name || (place.page === "run" && name === "runs") ? "page" : undefined}>${label}</a>`)}</nav></header>
+      <nav aria-label="pages">${Object.entries(PAGES).map(([name, [label]]) => html`<a href=${`#/${name}`} aria-current=${place.page === name || (place.page === "run" && name === "runs") ? "page" : undefined}>${label}</a>`)}</nav><${Keys} /></header>
     <main id="page" tabindex="-1"><${Outage} /><${Page} key=${place.page + (place.given.get("run") || "")} given=${place.given} about=${about || { gpus: {}, vram: {} }} /></main>
     <footer>${about ? html`Pronghorn ${about.version} in <code>${about.home}</code>. Everything here is in files of this folder.` : ""}</footer>`;
 }

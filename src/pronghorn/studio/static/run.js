@@ -1,13 +1,15 @@
 // One run, live: the server sends what is new in its log. The connection comes back by itself.
 import { html, useState, useEffect, useRef, useMemo, get, post, useAsked, State, Tile, Command, Problem, Empty, figure, count, percent, money, gigabytes, duration, ago, clock, to, go } from "./lib.js";
 import { Plot, smooth } from "./plot.js";
+import { Checkpoints } from "./checkpoints.js";
+import { Exports } from "./exports.js";
+import { Rollouts } from "./rollouts.js";
 
 const TITLES = { grad_norm: "Gradient norm", lr: "Learning rate", rate: "Tokens per second", reward: "Reward", margin: "Margin", memory: "GPU memory, GB", power: "GPU power, W", utilisation: "GPU utilisation, %" };
 const GPU = ["memory", "power", "utilisation"]; // of runs that have a gpu.jsonl
 const USUAL = ["grad_norm", "lr", "rate"];
 const MOST_POINTS = 6000; // then the curves are asked for anew, evened down
 const FEW = 40;
-const TARGETS = ["adapter", "merged", "gguf:q8_0", "gguf:q4_k_m", "ollama:q4_k_m", "vllm", "fp8", "nvfp4"];
 
 function useLive(folder) {
   const [facts, setFacts] = useState(null), [curves, setCurves] = useState({}), [line, setLine] = useState("opening"), [turn, again] = useState(0);
@@ -55,6 +57,9 @@ export function Run({ given }) {
     <${Plots} facts=${facts} curves=${curves} />
     <${Stages} facts=${facts} />
     <${Answers} folder=${folder} facts=${facts} />
+    <${Rollouts} folder=${folder} facts=${facts} />
+    <${Checkpoints} folder=${folder} facts=${facts} />
+    <${Exports} folder=${folder} facts=${facts} />
     <${Notes} folder=${folder} facts=${facts} />
     <${Output} folder=${folder} />
     <${Facts} facts=${facts} />`;
@@ -75,14 +80,12 @@ function Actions({ folder, facts }) {
     catch (one) { fail(one); }
     work(false);
   };
-  const target = useRef(null);
   return html`<div class="row actions">
       ${running ? html`<button class="primary" disabled=${busy || said?.stopping} onClick=${() => act("stop", {}, "It finishes this step, saves, and ends.")}>${said?.stopping ? "stopping…" : "Stop and save"}</button>` : ""}
       ${facts.resumable ? html`<button class="primary" disabled=${busy} onClick=${() => act("resume", {}, "It goes on from its last checkpoint; loading takes a moment.")}>Resume</button>` : ""}
       ${facts.report ? html`<a class="button" href=${`/page?${new URLSearchParams({ file: `${folder}/report.html` })}`} target="_blank" rel="noopener">Report</a>` : ""}
       ${facts.checkpoints.length ? html`<a class="button" href=${to("talk", { run: folder })}>Talk</a>
-        <span class="joined"><select ref=${target} aria-label="format of the export">${TARGETS.map((name) => html`<option value=${name}>${name}</option>`)}</select>
-        <button disabled=${busy} onClick=${() => act("export", { to: target.current.value }, "The export is on its way; its output is below.")}>Export</button></span>` : ""}
+        <button onClick=${() => document.getElementById("export").scrollIntoView()}>Export</button>` : ""}
       <a class="button" href=${to("runs", { run: folder })}>Compare</a></div>
     ${said ? html`<div role="status" class="said-by">${said.text}<${Command} text=${said.command} /></div>` : ""}<${Problem} error=${error} />`;
 }
@@ -141,17 +144,13 @@ function Stages({ facts }) {
 
 function Answers({ folder, facts }) {
   const found = useAsked(() => (facts.answers ? get("answers", { run: folder }) : Promise.resolve([])), 0, [facts.answers]);
-  const [wrong, only] = useState(false), [reward, byReward] = useState(false);
+  const [wrong, only] = useState(false);
   const rows = (found.value || []).filter((row) => !wrong || Object.values(row.scores).some((score) => score < 1));
-  const samples = facts.samples.slice().sort((a, b) => (reward ? (a.reward ?? 0) - (b.reward ?? 0) : b.step - a.step));
   return html`<${Problem} error=${found.error} />${rows.length || wrong ? html`<h2>Answers to held-out rows</h2><div class="card">
       ${rows.some((row) => Object.keys(row.scores).length) ? html`<label class="check"><input type="checkbox" checked=${wrong} onChange=${(e) => only(e.target.checked)} /> wrong ones only; they come first</label>` : ""}
       <table class="answers"><thead><tr><th>prompt</th><th>expected</th><th>base model</th><th>this run${rows[0]?.step ? `, step ${count(rows[0].step)}` : ""}</th></tr></thead>
       <tbody>${rows.slice(0, 30).map((row) => html`<tr><td data-label="prompt"><div class="said">${row.prompt}</div></td><td data-label="expected"><div class="said">${row.expected}</div></td>
-        <td data-label="base model"><div class="said">${row.base ?? "–"}</div></td><td data-label="this run">${Object.entries(row.scores).map(([name, score]) => html`<span class=${score >= 1 ? "ok" : "ko"}>${name} ${figure(score)} </span>`)}<div class="said">${row.answer}</div></td></tr>`)}</tbody></table></div>` : ""}
-    ${samples.length ? html`<h2>Rollouts</h2><div class="card"><label class="check"><input type="checkbox" checked=${reward} onChange=${(e) => byReward(e.target.checked)} /> lowest reward first</label>
-      ${samples.slice(0, 12).map((one) => html`<div class="sample"><small>step ${count(one.step)}${one.reward !== undefined ? ` · reward ${figure(one.reward)}` : ""}</small>
-      <div class="said soft">${one.prompt ?? ""}</div><div class="said">${one.answer ?? one.completion ?? one.text ?? ""}</div></div>`)}</div>` : ""}`;
+        <td data-label="base model"><div class="said">${row.base ?? "–"}</div></td><td data-label="this run">${Object.entries(row.scores).map(([name, score]) => html`<span class=${score >= 1 ? "ok" : "ko"}>${name} ${figure(score)} </span>`)}<div class="said">${row.answer}</div></td></tr>`)}</tbody></table></div>` : ""}`;
 }
 
 function Notes({ folder, facts }) {

@@ -70,11 +70,8 @@ def _log(run: Path, step: int, new: Path) -> list[dict[str, Any]]:
     kept = [event for event in events[: saved[-1] + 1 if saved else None]
             if event["event"] not in BELONGS_TO_A_STEP or event.get("step", 0) <= step]  # fmt: skip
     kept = [event | {"run": new.name} if event["event"] == "start" else event for event in kept]
-    session = kept[-1].get("session", 1) if kept else 1
-    note = {
-        "event": "notice",
-        "time": round(time.time(), 3),
-        "session": session,
-        "text": f"begun from checkpoint-{step} of {run}",
-    }
-    return [*kept, note]
+    # At the time of what came last: a session lasts from its first event to its last one, and costs accordingly.
+    before: dict[str, Any] = kept[-1] if kept else {}
+    last = {"time": before.get("time", time.time()), "session": before.get("session", 1)}
+    said = {"event": "notice", **last, "text": f"begun from checkpoint-{step} of {run}"}
+    return [*kept, said, {"event": "end", **last, "reason": "signal", "why": "", "step": step, "exit_code": 0}]
