@@ -37,6 +37,7 @@ from pronghorn.studio.jobs import FOLDER, Jobs, Worker
 from pronghorn.studio.library import Library, write_notes
 from pronghorn.studio.openapi import described
 from pronghorn.studio.places import DATA, Places
+from pronghorn.studio.queue import Queue
 from pronghorn.train.run.run_folder import RECIPE_NAME
 from pronghorn.yaml_file import LARGEST
 
@@ -55,6 +56,7 @@ class Studio:
     def __init__(self, places: Places, folders: list[Path], keys: Keys, port: Callable[[], int]) -> None:
         self.places, self.library, self.jobs = places, Library(places, folders), Jobs(places.home)
         self.worker, self.talks = Worker(places.home), talk.Talks(self.jobs)
+        self.queue = Queue(places.home, self.jobs)
         self._streams = threading.BoundedSemaphore(MOST_STREAMS)
         self._static = _static_files()
         reading: dict[str, Callable[[Request], Any]] = {
@@ -62,7 +64,7 @@ class Studio:
             "/api/differences": self.differences, "/api/rollouts": self.rollouts, "/api/answers": self.answers,
             "/api/fields": lambda _: recipes.fields(),
             "/api/recipe": lambda request: recipes.load(places, request.query_params.get("file")),
-            "/api/jobs": lambda _: self.jobs.all(),
+            "/api/jobs": lambda _: self.jobs.all(), "/api/queue": lambda _: self.queue.listed(),
             "/api/job": lambda request: self.jobs.one(request.query_params.get("id"), with_output=True),
         }  # fmt: skip
         writing: dict[str, Callable[[Any], Any]] = {
@@ -70,7 +72,7 @@ class Studio:
             "/api/export": self.export, "/api/ask": self.ask, "/api/job/stop": self.stop_job, "/api/recipe/read": self.read,
             "/api/recipe/edit": self.edit, "/api/recipe/new": self.new, "/api/talk": self.open_talk,
             "/api/recipe/save": self.save, "/api/recipe/differences": self.against, "/api/fork": self.fork,
-            "/api/sizes": self.sizes, "/api/prefer": self.prefer,
+            "/api/sizes": self.sizes, "/api/prefer": self.prefer, "/api/queue/move": self.move, "/api/queue/cancel": self.cancel,
         }  # fmt: skip
         bodies = {path: questions.question_of(function) for path, function in writing.items()} | {"/api/talk/say": SAID}
         reading["/api/openapi.json"] = lambda _: described(routes, bodies, {**reading, **writing}, f"pronghorn-studio-{port()}")
@@ -153,6 +155,12 @@ class Studio:
 
     def stop_job(self, given: questions.OfJob) -> dict[str, Any]:
         return self.jobs.stop(given["id"])
+
+    def move(self, given: questions.Move) -> dict[str, Any]:
+        return self.queue.move(given["id"], given["to"])
+
+    def cancel(self, given: questions.OfJob) -> dict[str, Any]:
+        return self.queue.cancel(given["id"])
 
     def _starting(self, run: object) -> dict[str, Any] | None:
         """The command that trains this run and holds no lock yet: it imports its libraries."""
@@ -244,8 +252,8 @@ class Studio:
         verb, path = given.get("verb", "train"), self.places.inside(given["file"])
         recipe = parse_recipe(recipes.load(self.places, given["file"])["text"], name=self.places.name(path))
         self.places.require_recipe_inside(recipe)
-        folder, words = self.places.inside(recipe.output), [self.places.word(path)]
-        if verb == "train" and (control.holder(folder) is not None or self._starting(self.places.name(folder))):
+        folder, words, queued = self.places.inside(recipe.output), [self.places.word(path)], given.get("queue", False)
+        if verb == "train" and not queued and (control.holder(folder) is not None or self._starting(self.places.name(folder))):
             raise RequestError(
                 f"another run uses {self.places.name(folder)}; wait for it, or choose another output", status=409
             )
@@ -254,8 +262,9 @@ class Studio:
         if verb == "sweep":
             words += _swept(given.get("keys", ""))
         if kind := {"data audit": "audit", "sweep": "sweep"}.get(verb):
-            words += ["-o", self.places.word(folder.with_name(f"{folder.name}-{kind}"))]
-        return self.jobs.start(verb, words, self.places.name(folder))
+            folder = folder.with_name(f"{folder.name}-{kind}")
+            words += ["-o", self.places.word(folder)]
+        return (self.queue.add if queued else self.jobs.start)(verb, words, self.places.name(folder))
 
     def export(self, given: questions.Export) -> dict[str, Any]:
         folder, to = self.library.reader(given["run"]).folder, given["to"]

@@ -29,6 +29,12 @@ class OfJob(TypedDict):
 
 
 @closed
+class Move(TypedDict):
+    id: str
+    to: Annotated[int, Field(ge=1, le=10**6)]  # its place among the commands that wait
+
+
+@closed
 class Notes(TypedDict):
     run: str
     note: NotRequired[str]
@@ -41,6 +47,7 @@ class Start(TypedDict):
     verb: NotRequired[Literal["train", "check", "data audit", "sweep"]]
     fresh: NotRequired[bool]
     keys: NotRequired[Annotated[str, Field(max_length=4096)]]  # of a sweep: train.lr=1e-4,1e-3 lora.r=8,16
+    queue: NotRequired[bool]  # it waits for the GPU
 
 
 @closed

@@ -5,9 +5,10 @@ import { Run } from "./run.js";
 import { Recipe } from "./recipe.js";
 import { Data } from "./data.js";
 import { Talk } from "./talk.js";
+import { Queue } from "./queue.js";
 import { Jobs } from "./jobs.js";
 
-const PAGES = { runs: ["Runs", Runs], recipe: ["Recipe", Recipe], data: ["Data", Data], talk: ["Talk", Talk], jobs: ["Commands", Jobs] };
+const PAGES = { runs: ["Runs", Runs], recipe: ["Recipe", Recipe], data: ["Data", Data], talk: ["Talk", Talk], queue: ["Queue", Queue], jobs: ["Commands", Jobs] };
 const HIDDEN = { run: ["Run", Run] };
 
 function where() {

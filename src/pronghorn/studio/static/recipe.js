@@ -42,6 +42,7 @@ export function Recipe({ given, about }) {
     if (text !== saved && !(await save())) return;
     try {
       const job = await post("start", { file, verb, ...more });
+      if (more.queue) { say({ text: html`It waits in the <a href=${to("queue")}>queue</a>.`, command: job.command }); return; }
       say({ text: verb === "train" ? "started; it goes on when this page is closed" : "started; its output is under Commands", command: job.command, job });
       if (verb === "train") await opened(job);
     } catch (one) { fail(one); }
@@ -62,12 +63,13 @@ export function Recipe({ given, about }) {
       <button onClick=${begin}>New</button><label class="grow">Name <input value=${file} onInput=${(e) => { name(e.target.value); know(""); }} spellcheck="false" /></label>
       <button onClick=${save} disabled=${!text || text === saved}>Save</button><button onClick=${() => run("check")} disabled=${!sound}>Check</button>
       <button class="primary" onClick=${() => run("train", { fresh })} disabled=${!sound}>Start</button>
+      <button onClick=${() => run("train", { fresh, queue: true })} disabled=${!sound}>Add to queue</button>
       <label class="check" title="the old folder of the run is renamed, not deleted"><input type="checkbox" checked=${fresh} onChange=${(e) => over(e.target.checked)} /> start over</label></div>
     ${said ? html`<div class="said-by" role="status">${said.text}<${Command} text=${said.command} /></div>` : ""}
     ${read.run && file ? html`<${Command} text=${`pronghorn train ${file}${fresh ? " --fresh" : ""}`} />` : ""}
     <div class="editor"><${Form} fields=${fields} values=${read.values} files=${files.value} problems=${read.problems} set=${set} /><${Text} text=${text} write=${write} problems=${read.problems} sound=${sound} /></div>
     <${Plan} text=${settled} file=${file} sound=${sound} about=${about} values=${read.values} set=${set} />
-    <section aria-label="sweep"><h2>Sweep</h2><div class="card"><div class="row"><label class="grow">values to try <input value=${keys} onInput=${(e) => sweep(e.target.value)} placeholder="train.lr=1e-4,3e-4,1e-3 lora.r=8,16" spellcheck="false" /></label><button onClick=${() => run("sweep", { keys })} disabled=${!sound}>Sweep</button></div>
+    <section aria-label="sweep"><h2>Sweep</h2><div class="card"><div class="row"><label class="grow">values to try <input value=${keys} onInput=${(e) => sweep(e.target.value)} placeholder="train.lr=1e-4,3e-4,1e-3 lora.r=8,16" spellcheck="false" /></label><button onClick=${() => run("sweep", { keys })} disabled=${!sound}>Sweep</button><button onClick=${() => run("sweep", { keys, queue: true })} disabled=${!sound}>Add to queue</button></div>
       <p class="note">Tries each combination for a part of the run and trains the best to its end, in about 0.4 of the time that all would take. Without values, a third to ten times of train.lr. The table is under <a href=${to("jobs")}>Commands</a> when it has ended.</p></div></section>
     <p class="note"><a href=${to("data", { file })}>Look at the rows</a> as the model sees them, token by token. Another tool's config: <code>pronghorn new --from axolotl.yaml -o my.yaml</code></p>`;
 }
