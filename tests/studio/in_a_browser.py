@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import fcntl
 import hashlib
 import io
 import json
@@ -360,6 +361,41 @@ def talk_and_export(page: Page, home: Path) -> None:
     page.shows("check:")
 
 
+def queue(page: Page, home: Path) -> None:
+    """The lock of a worker is held while the order is changed, so that nothing starts meanwhile."""
+    rows = "return [...document.querySelectorAll('main tbody tr')].map(e => e.innerText.replace(/\\s+/g, ' '))"
+    in_row = "[...document.querySelectorAll('main tbody tr')].find(e => e.innerText.includes(arguments[0]))"
+
+    def press(command: str, button: str) -> None:
+        find = f"return [...{in_row}.querySelectorAll('button')].find(e => e.innerText === arguments[1] && !e.disabled)"
+        page.wait(lambda: page.js(find, command, button), f"no {button}").click()
+
+    (home / ".studio" / "queue").mkdir()
+    with (home / ".studio" / "queue" / "worker.lock").open("ab") as worker:
+        fcntl.flock(worker, fcntl.LOCK_EX)
+        page.go("#/data?file=mine.yaml")
+        page.click("Add to queue")
+        page.shows("The audit waits in the queue")
+        page.go("#/recipe?file=mine.yaml")
+        page.shows("valid")
+        page.js("document.querySelector('section[aria-label=sweep] button:last-of-type').click()")
+        page.shows("It waits in the queue")
+        page.click("queue", "a")
+        page.wait(lambda: len(page.js(rows)) == 2 and "data audit" in page.js(rows)[0], "not both, in their order")
+        press("sweep mine.yaml", "↑")
+        page.wait(lambda: "sweep mine.yaml" in page.js(rows)[0], "it does not move up")
+        press("sweep mine.yaml", "cancel")
+        page.wait(lambda: "cancelled" in page.js(rows)[1], "it is not cancelled")
+    page.shows("No worker is there")
+    page.go("#/recipe?file=mine.yaml")
+    page.shows("valid")
+    page.click("Add to queue")  # a command that is added starts a worker
+    page.click("queue", "a")
+    page.wait(lambda: sum(" done" in row for row in page.js(rows)) == 2, "what waits does not finish")
+    page.element("audit", "a")
+    assert not (home / "runs" / "mine-sweep").exists()
+
+
 def gone(page: Page, home: Path) -> None:
     run = home / "runs" / "mine"
     page.go("#/run?run=runs/mine")
@@ -401,8 +437,11 @@ def main() -> None:
             print("plan and data: yes", flush=True)
             talk_and_export(page, home)
             print("talk and export: yes", flush=True)
+            queue(page, home)
+            print("queue: moved, cancelled, finished: yes", flush=True)
             shots(page, arguments.shots, {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml",
-                                          "data": "#/data?file=mine.yaml", "talk": "#/talk", "commands": "#/jobs"})  # fmt: skip
+                                          "data": "#/data?file=mine.yaml", "talk": "#/talk", "queue": "#/queue",
+                                          "commands": "#/jobs"})  # fmt: skip
             print("every page at 1280 and 400 px, light and dark, without a serious violation: yes", flush=True)
             gone(page, home)
             print("torn line, folder gone and back: yes", flush=True)
