@@ -76,6 +76,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "command").write_text(f"#!{sys.executable} -S{COMMAND}")
     (tmp_path / "command").chmod(0o755)
     monkeypatch.setattr(Queue, "_start_worker", lambda _: None)
+    monkeypatch.setattr(queues, "STARTING", 0.0)
     return tmp_path
 
 
@@ -210,7 +211,7 @@ def test_a_worker_of_its_own_session_starts_by_itself_and_ends(tmp_path: Path) -
     entry = queue.add("data audit", ["nowhere.yaml"], "audit")
     wait_until(lambda: queue.one(entry["id"])["exit"] == 2)
     assert "nowhere.yaml" in queue.jobs.output(entry["id"])
-    wait_until(lambda: not queue.listed()["worker"])
+    wait_until(lambda: not queue._has_worker())
     assert "exit code 2" in (tmp_path / ".studio/queue/worker.txt").read_text()
 
 

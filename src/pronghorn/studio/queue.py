@@ -31,6 +31,7 @@ STATES = ("running", "waiting", "cancelled", "ended")
 STORED = ("id", "verb", "words", "about", "command", "place", "added", "cancelled")
 MOST_OVER = 100  # commands that are over and still listed
 PAUSE = 1.0  # seconds between two looks at an empty queue
+STARTING = 10.0  # seconds that a worker has to begin; it takes 0.5
 
 
 class Queue:
@@ -57,7 +58,8 @@ class Queue:
         if not entries:
             return {"entries": [], "worker": False}
         with self._change():
-            return {"entries": entries, "worker": self._has_worker()}
+            on_its_way = time.time() - max(entry["added"] for entry in entries) < STARTING
+            return {"entries": entries, "worker": self._has_worker() or on_its_way}
 
     def add(self, verb: str, words: Sequence[str], about: str) -> dict[str, Any]:
         """At the end, and a worker where there is none. `about`: the folder that it writes to or reads."""
@@ -78,7 +80,7 @@ class Queue:
     def move(self, name: object, to: object) -> dict[str, Any]:
         """`to`: its new place among those that wait, from 1; beyond the end is the end."""
         if type(to) is not int or to < 1:
-            raise RequestError("`to` is not a whole number from 1")
+            raise RequestError("the new place is not a whole number from 1")
         with self._change():
             moved = self.one(name)
             if moved["state"] != "waiting":
@@ -186,12 +188,10 @@ class Queue:
         try:
             found = json.loads(read_small(path))
             entry = {key: found[key] for key in STORED}
-            sound = NAME.fullmatch(path.stem) and entry["id"] == path.stem and isinstance(entry["place"], int)
-            if not (
-                sound
-                and entry["verb"] in VERBS
-                and all(isinstance(one, str) for one in (*entry["words"], entry["about"], entry["command"]))
-            ):
+            named = NAME.fullmatch(path.stem) and entry["id"] == path.stem and entry["verb"] in VERBS
+            numbered = isinstance(entry["place"], int) and isinstance(entry["added"], float)
+            texts = (*entry["words"], entry["about"], entry["command"])
+            if not (named and numbered and all(isinstance(one, str) for one in texts)):
                 return None
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None

@@ -11,7 +11,7 @@ export function Queue() {
   return html`<div class="title"><h1>Queue</h1></div><p class="sub">Commands that wait for the GPU and run one after the other, also when this page or the studio is closed.</p><${Problem} error=${found.error || error} />
     ${idle ? html`<div class="why" role="status">No worker is there, perhaps since the machine was restarted. This starts one:<${Command} text="pronghorn queue run" /></div>` : ""}
     ${found.value && !all.length ? html`<${Empty}>Nothing waits. “Add to queue” is beside Start on the page of a <a href=${to("recipe")}>recipe</a>; in a terminal: <code>pronghorn queue add train my.yaml</code><//>` : ""}
-    ${all.length ? html`<div class="card wide" tabindex="0" role="region" aria-label="the queue"><table><thead><tr><th class="n">order</th><th>command</th><th>state</th><th>progress</th><th><span class="hidden">change</span></th></tr></thead>
+    ${all.length ? html`<div class="card wide queue" tabindex="0" role="region" aria-label="the queue"><table><thead><tr><th class="n">order</th><th>command</th><th>state, progress</th><th><span class="hidden">change</span></th></tr></thead>
       <tbody>${all.map((one) => html`<${Row} key=${one.id} one=${one} place=${waiting.indexOf(one) + 1} last=${waiting.length} ask=${ask} />`)}</tbody></table></div>` : ""}`;
 }
 
@@ -22,6 +22,6 @@ function Row({ one, place, last, ask }) {
   return html`<tr><td class="n">${place || ""}</td><td><code>${one.command}</code><div>
       ${one.run ? html`<a href=${to("run", { run: one.run })}>${one.run}</a> ` : ""}${one.page ? html`<a href=${`/page?${new URLSearchParams({ file: one.page })}`} target="_blank" rel="noopener">${one.verb.split(" ").pop()}</a> ` : ""}
       ${one.began ? html`<a href=${to("jobs", { id: one.id })}>output</a> ` : ""}<span class="soft">${one.began ? `began ${ago(one.began)}` : `added ${ago(one.added)}`}</span></div></td>
-    <td><span class=${`pill ${kind}`}>${one.state === "ended" ? ended : one.state}</span></td><td>${one.progress}</td>
+    <td><span class=${`pill ${kind}`}>${one.state === "ended" ? ended : one.state}</span>${one.progress ? html`<div class="soft">${one.progress}</div>` : ""}</td>
     <td>${place ? html`${move(-1, "↑", "up")}${move(1, "↓", "down")}` : ""}${["running", "waiting"].includes(one.state) ? html`<button class="quiet" onClick=${() => ask("cancel", { id: one.id })}>cancel</button>` : ""}</td></tr>`;
 }
