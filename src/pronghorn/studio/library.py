@@ -119,7 +119,11 @@ class Library:
             metric, score = "reward of rollouts", run.reward.last
         names = ("model", "method", "state", "step", "steps", "tokens", "tokens_per_second", "ranks", "seconds", "device")
         row: dict[str, Any] = {name: getattr(run, name) for name in names}
-        row |= {"folder": self.places.name(reader.folder), "name": run.name or reader.folder.name, "when": run.last}
+        row |= {
+            "folder": self.places.name(reader.folder),
+            "name": run.name or reader.folder.name,
+            "when": run.last if math.isfinite(run.last or 0) else None,
+        }
         row |= {"last_loss": run.loss.last, "best_eval": run.evaluation.best, "metric": metric, "score": score}
         row |= {"money": run.money, "gpu_hours": run.gpu_hours, "partial": reader.partial, "output": run.recipe.get("output")}
         result: dict[str, Any] = plain(row)
@@ -198,7 +202,8 @@ def differing(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def columns(points: Sequence[Point]) -> dict[str, list[float]]:
-    return {"x": [float(f"{x:.8g}") for x, _ in points], "y": [float(f"{y:.6g}") for _, y in points]}
+    found = [(float(f"{x:.8g}"), float(f"{y:.6g}")) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return {"x": [x for x, _ in found], "y": [y for _, y in found]}
 
 
 def jsonable(values: Iterable[float]) -> list[float | None]:

@@ -137,7 +137,8 @@ def _texts(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the model wrote, cut: of rollouts (`samples`) and of evaluations (`generations`)."""
     found = []
     for event in events:
-        for one in event.get("shown") or event.get("generations") or []:
+        shown = event.get("shown") or event.get("generations")
+        for one in shown if isinstance(shown, list) else []:
             if isinstance(one, dict):
                 cut = {str(key): value[:MOST_TEXT] if isinstance(value, str) else value for key, value in one.items()}
                 found.append({"step": as_number(event.get("step")), **cut})

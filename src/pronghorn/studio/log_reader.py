@@ -263,7 +263,7 @@ def _last(column: Sequence[float]) -> int:
 
 
 def _curve(values: Sequence[tuple[float, float]], best: Callable[..., Any]) -> Curve:
-    finite = [pair for pair in values if math.isfinite(pair[0])]
+    finite = [pair for pair in values if math.isfinite(pair[0]) and math.isfinite(pair[1])]
     chosen = best(finite, key=lambda pair: pair[0], default=None)
     if not values:
         return Curve()
