@@ -165,7 +165,7 @@ def as_number(value: object) -> float:
     if isinstance(value, (int, float, str)):
         try:
             return float(value)
-        except (ValueError, OverflowError):
+        except ValueError:
             return math.nan
     return math.nan
 

@@ -158,7 +158,10 @@ class LogReader:
 
     def _add_figures(self, event: dict[str, Any]) -> None:
         for name in event.keys() - USUAL:
-            value = as_number(event[name])
+            try:
+                value = as_number(event[name])
+            except OverflowError:  # a number of 400 digits
+                continue
             if name not in self.figures and (len(self.figures) >= MOST_FIGURES or not math.isfinite(value)):
                 continue
             column = self.figures.setdefault(name, array("d"))
