@@ -293,7 +293,7 @@ def to_a_running_training(page: Page, server: Server) -> None:
     page.wait(
         lambda: page.js("return document.getElementById('key-train.epochs') && 1") and "valid" in page.text(), "not valid"
     )
-    page.shows("ready 300 documents")  # as `check` says it, by itself
+    page.shows(" held out")  # as `check` says it, by itself
     page.wait(lambda: f"steps: {STEPS}" in page.js(TEXT), "the text is not the typed one")
     page.click("Start")
     page.wait(lambda: "#/run?" in page.js("return location.hash"), "the run does not start")
@@ -370,7 +370,7 @@ def nothing_is_trained(page: Page) -> None:
     assert re.search(r"mine\.jsonl:\d+", page.text())
     assert page.js("return [...document.querySelectorAll('button')].find(e => e.innerText === 'Start').disabled")
     page.fill(".lines textarea", text)
-    page.shows("ready 300 documents")
+    page.shows(" held out")
     assert not page.js("return [...document.querySelectorAll('button')].find(e => e.innerText === 'Start').disabled")
 
 
