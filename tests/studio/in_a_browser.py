@@ -526,6 +526,34 @@ def queue(page: Page, home: Path) -> None:
     assert not (home / "runs" / "mine-sweep").exists()
 
 
+CHOOSE = "const s = [...document.querySelectorAll('.overlay select')][arguments[0]]; s.value = arguments[1];" \
+    "s.dispatchEvent(new Event('change', {bubbles: true}))"  # fmt: skip
+
+
+def figures_of_the_gpu(page: Page, home: Path) -> None:
+    """This machine has none: the samples are written here."""
+    run = home / "runs" / "mine"
+    page.go("#/run?run=runs/mine")
+    page.shows("Gradient norm")
+    assert "GPU power" not in page.text()
+    steps = [json.loads(line) for line in (run / "run.jsonl").read_text().splitlines() if '"event":"step"' in line]
+    with (run / "gpu.jsonl").open("w") as log:
+        for step in steps[::10]:
+            gpu = {"memory": 6e9, "power": 100 + step["step"], "utilisation": 90, "energy": step["step"]}
+            log.write(json.dumps({"time": step["time"], "session": step["session"], "gpus": [gpu]}) + "\n")
+    page.go("#/runs?run=runs/mine")
+    page.wait(lambda: page.js("return document.querySelectorAll('.overlay canvas').length") == 1, "no curve of the loss")
+    page.js(CHOOSE, 0, "power")
+    page.wait(lambda: "GPU power, W" in page.js("return document.querySelector('.overlay h3').innerText"), "another curve")
+    page.wait(lambda: page.js("return document.querySelectorAll('.overlay canvas').length") == 1, "no curve of the power")
+    page.js(CHOOSE, 0, "loss")
+    page.js(CHOOSE, 1, "cost")
+    page.shows("no price is known for these runs")
+    page.go("#/run?run=runs/mine")
+    for title in ("GPU memory, GB", "GPU power, W", "GPU utilisation, %", "Wh"):
+        page.shows(title)
+
+
 def gone(page: Page, home: Path) -> None:
     run = home / "runs" / "mine"
     page.go("#/run?run=runs/mine")
@@ -573,6 +601,8 @@ def main() -> None:
             print("fork with the same losses, rollouts by reward, every control by the keyboard: yes", flush=True)
             queue(page, home)
             print("queue: moved, cancelled, finished: yes", flush=True)
+            figures_of_the_gpu(page, home)
+            print("curves of the GPU, cost as an axis: yes", flush=True)
             shots(page, arguments.shots, {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml",
                                           "data": "#/data?file=mine.yaml", "talk": "#/talk", "queue": "#/queue",
                                           "commands": "#/jobs"})  # fmt: skip
