@@ -72,8 +72,8 @@ class Studio:
             "/api/export": self.export, "/api/ask": self.ask, "/api/job/stop": self.stop_job, "/api/recipe/read": self.read,
             "/api/recipe/edit": self.edit, "/api/recipe/new": self.new, "/api/talk": self.open_talk,
             "/api/recipe/save": self.save, "/api/recipe/differences": self.against, "/api/fork": self.fork,
-            "/api/sizes": self.sizes, "/api/prefer": self.prefer,
-            "/api/queue/move": self.move, "/api/queue/cancel": self.cancel,
+            "/api/sizes": self.sizes, "/api/prefer": self.prefer, "/api/queue/move": self.move,
+            "/api/queue/cancel": self.cancel,
         }  # fmt: skip
         bodies = {path: questions.question_of(function) for path, function in writing.items()} | {"/api/talk/say": SAID}
         reading["/api/openapi.json"] = lambda _: described(routes, bodies, {**reading, **writing}, f"pronghorn-studio-{port()}")
