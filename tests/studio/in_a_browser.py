@@ -500,7 +500,7 @@ def queue(page: Page, home: Path) -> None:
         find = f"return [...{in_row}.querySelectorAll('button')].find(e => e.innerText === arguments[1] && !e.disabled)"
         page.wait(lambda: page.js(find, command, button), f"no {button}").click()
 
-    (home / ".studio" / "queue").mkdir()
+    (home / ".studio" / "queue").mkdir(exist_ok=True)
     with (home / ".studio" / "queue" / "worker.lock").open("ab") as worker:
         fcntl.flock(worker, fcntl.LOCK_EX)
         page.go("#/data?file=mine.yaml")
