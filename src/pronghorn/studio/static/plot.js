@@ -27,7 +27,7 @@ export function smooth(y, width) {
 function options(series, log, height, width, unit, fromZero, pointed) {
   const axis = { stroke: () => colour("--soft"), grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { show: false }, font: "11.5px system-ui" };
   return {
-    width, height, padding: [8, 8, 0, 0], legend: { show: false },
+    width, height, padding: [8, 14, 0, 0], legend: { show: false },
     scales: {
       x: { time: false },
       y: log ? { distr: 3 } : { range: (_, low, high) => {
