@@ -301,7 +301,7 @@ def live_stop_and_resume(page: Page, home: Path, server: Server) -> Server:
     return server
 
 
-def plan_and_data(page: Page) -> None:
+def plan_and_data(page: Page, place: Path | None) -> None:
     page.go("#/recipe?file=mine.yaml")
     page.wait(
         lambda: page.js("return document.querySelectorAll('section[aria-label=plan] select option').length") > 5, "no GPUs"
@@ -319,6 +319,7 @@ def plan_and_data(page: Page) -> None:
     page.fill(".lines textarea", page.js(TEXT).replace("lr: 1e-2", "lr: 1e-3"))
     page.wait(lambda: page.js("return [...document.querySelectorAll('.diff td')].map(e => e.innerText)") == ["0.01", "0.001"],
               "train.lr is not told to differ")  # fmt: skip
+    shots(page, place, {"plan": "#/recipe?file=mine.yaml"}, below="Plan")
     nothing_is_trained(page)
     page.go("#/data?file=mine.yaml")
     page.shows("near duplicates")
@@ -330,7 +331,7 @@ def plan_and_data(page: Page) -> None:
     assert "<html" in page.driver.execute_async_script(found, link)
 
 
-def talk_and_export(page: Page, home: Path) -> None:
+def talk_and_export(page: Page, home: Path, place: Path | None) -> None:
     page.go("#/talk?run=runs/mine")
     page.click("Load the model")
     page.shows("System prompt")
@@ -343,7 +344,8 @@ def talk_and_export(page: Page, home: Path) -> None:
     )
     page.wait(lambda: page.js("return ![...document.querySelectorAll('button')].some(e => e.innerText === 'Stop')"), "no end")
     page.js("[...document.querySelectorAll('.sides button')][1].click()")
-    page.wait(lambda: (home / "data" / "preferences.jsonl").is_file() or "two different answers" in page.text(), "not rated")
+    page.wait((home / "data" / "preferences.jsonl").is_file, "not rated")
+    shots(page, place, {"talk": "#/talk?run=runs/mine"})
     page.click("Unload the model")
     page.go("#/run?run=runs/mine")
     page.click("Formats and sizes")
@@ -351,7 +353,9 @@ def talk_and_export(page: Page, home: Path) -> None:
     exported = home / "runs" / "mine" / "export-adapter" / "adapter_config.json"
     page.wait(exported.is_file, "nothing is exported")
     page.shows("check:")
-    page.wait(lambda: "export-adapter" in page.text() and "checked" in page.text(), "no verdict")
+    page.wait(lambda: page.js("return document.querySelector('.checkpoints .pill')?.innerText") == "checked", "no verdict")
+    page.js("document.querySelector('.checkpoints button').click()")
+    shots(page, place, {"export": "#/run?run=runs/mine"}, below="Checkpoints")
 
 
 def queue(page: Page, home: Path) -> None:
@@ -454,21 +458,22 @@ def main() -> None:
             to_a_running_training(page, server)
             server = live_stop_and_resume(page, home, server)
             print("live curves, server killed, stopped, resumed: yes", flush=True)
-            plan_and_data(page)
+            plan_and_data(page, arguments.shots)
             print("plan and data: yes", flush=True)
-            talk_and_export(page, home)
+            talk_and_export(page, home, arguments.shots)
             print("talk and export: yes", flush=True)
             a_fork(page, home)
-            rollouts(page, home)
+            rollouts(page, home, arguments.shots)
             by_keys(page)
             print("fork with the same losses, rollouts by reward, every control by the keyboard: yes", flush=True)
             queue(page, home)
             print("queue: moved, cancelled, finished: yes", flush=True)
             figures_of_the_gpu(page, home)
             print("curves of the GPU, cost as an axis: yes", flush=True)
-            shots(page, arguments.shots, {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml",
-                                          "data": "#/data?file=mine.yaml", "talk": "#/talk", "queue": "#/queue",
-                                          "commands": "#/jobs"})  # fmt: skip
+            pages = {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml", "queue": "#/queue",
+                     "data": "#/data?file=mine.yaml", "compare": "#/runs?run=runs/mine&run=runs/again",
+                     "commands": "#/jobs"}  # fmt: skip
+            shots(page, arguments.shots, pages)
             print("every page at 1280 and 400 px, light and dark, without a serious violation: yes", flush=True)
             gone(page, home)
             print("torn line, folder gone and back: yes", flush=True)

@@ -23,8 +23,9 @@ STEP = "return Number([...document.querySelectorAll('.tile')].find(e => e.innerT
 # Pictures
 
 
-def shots(page: Page, place: Path | None, pages: dict[str, str]) -> None:
-    """Each page at both widths, light and dark: it fits, is accessible, and is kept as a picture where that is asked for."""
+def shots(page: Page, place: Path | None, pages: dict[str, str], below: str = "") -> None:
+    """Each page at both widths, light and dark: it fits, is accessible, and is kept as a picture where that is asked for, from
+    the heading `below` on."""
     for name, address in pages.items():
         page.go(address)
         for width, height in SIZES:
@@ -35,14 +36,16 @@ def shots(page: Page, place: Path | None, pages: dict[str, str]) -> None:
                 page.fits(where)
                 page.accessible(where)
                 if place:
-                    picture(page, place / f"{name}-{width}-{'dark' if dark else 'light'}.png", width)
+                    picture(page, place / f"{name}-{width}-{'dark' if dark else 'light'}.png", width, below)
     page.size(*SIZES[0], dark=False)
 
 
-def picture(page: Page, file: Path, width: int) -> None:
+def picture(page: Page, file: Path, width: int, below: str) -> None:
     page.js("scrollTo(0, 0)")
-    tall = min(1700, int(page.js("return document.documentElement.scrollHeight")))
-    clip = {"x": 0, "y": 0, "width": width, "height": tall, "scale": 1}
+    found = "[...document.querySelectorAll('h2')].find(e => e.innerText === arguments[0])"
+    top = int(page.js(f"return {found}.getBoundingClientRect().top - 20", below)) if below else 0
+    tall = min(1700, int(page.js("return document.documentElement.scrollHeight")) - top)
+    clip = {"x": 0, "y": top, "width": width, "height": tall, "scale": 1}
     taken = page.driver.execute_cdp_cmd(
         "Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": clip}
     )
@@ -83,7 +86,7 @@ def a_fork(page: Page, home: Path) -> None:
     assert losses("again") == losses("mine")
 
 
-def rollouts(page: Page, home: Path) -> None:
+def rollouts(page: Page, home: Path, place: Path | None) -> None:
     from studio_parts import make_run, start, step
 
     told = [{"prompt": "2 + 2", "answer": f"answer {number}", "reward": number / 10} for number in range(10)]
@@ -98,6 +101,9 @@ def rollouts(page: Page, home: Path) -> None:
     page.wait(lambda: page.js(answers) == ["answer 9", "answer 8"], "not the highest first")
     page.fill("[aria-label=rollouts] input[type=search]", "answer 8")
     page.shows("1 of 10")
+    page.fill("[aria-label=rollouts] input[type=search]", "")
+    page.shows("2 of 10")
+    shots(page, place, {"rollouts": "#/run?run=runs/rl"}, below="Rollouts")
     page.go("#/runs")
     page.shows("last event")
     shutil.rmtree(home / "runs" / "rl")

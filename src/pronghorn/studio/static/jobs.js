@@ -11,7 +11,7 @@ export function Jobs({ given }) {
   return html`<div class="title"><h1>Commands</h1></div><p class="sub">Each was started here and is a process of its own. You can type the same in a terminal.</p><${Problem} error=${found.error || error} />
     ${found.value && !found.value.length ? html`<${Empty}>Nothing was started from here yet.<//>` : ""}
     ${(found.value || []).map((job) => html`<div class="card job" key=${job.id}><div class="row"><span class=${`pill ${kind(job)}`}>${state(job)}</span><span class="soft">${ago(job.began)}</span>
-        ${job.about && ["train", "demo", "export", "eval", "serve"].includes(job.verb) ? html`<a href=${to("run", { run: job.about })}>${job.about}</a>` : ""}
+        ${job.about && ["train", "demo", "fork", "export", "eval", "serve"].includes(job.verb) ? html`<a href=${to("run", { run: job.about })}>${job.about}</a>` : ""}
         ${PAGES[job.verb] && job.exit === 0 ? html`<a href=${`/page?${new URLSearchParams({ file: `${job.about}/${PAGES[job.verb]}.html` })}`} target="_blank" rel="noopener">${PAGES[job.verb]}</a>` : ""}
         <button class="quiet" aria-expanded=${open === job.id} onClick=${() => show(open === job.id ? "" : job.id)}>output</button>
         ${job.running ? html`<button class="quiet" onClick=${() => stop(job.id)}>stop (Ctrl-C)</button>` : ""}</div>
