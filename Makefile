@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Empty is unset: some containers set it, and every process that a test starts would compile what it imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test studio-test lint suite every-case dropin-cases gpu-test bench clean fuzz
+.PHONY: demo test studio-test cluster-test lint suite every-case dropin-cases gpu-test bench clean fuzz
 
 demo: $(READY)
 	$(BIN)/pronghorn demo
@@ -27,6 +27,10 @@ suite: $(READY)
 # The studio in Chromium. Sets itself up (Debian's chromium, selenium, axe-core), and says why where that cannot be.
 studio-test: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python tests/studio/in_a_browser.py
+
+# A run under Slurm on this machine. Sets itself up (Debian's slurm-wlm and munge), and says why where that cannot be.
+cluster-test: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python tests/clusters/with_slurm.py
 
 # Needs a GPU machine. A change to kernels/, model/, memory/ or train/ ends with its result, benchmarks/results/gpu-test.json.
 gpu-test: $(READY)

@@ -33,6 +33,7 @@ EVERYBODY = {
 # room -> rooms it may import; `cli` and `demo` stand at the top.
 ARROWS = {
     "cli": {
+        "clusters",
         "compat",
         "process",
         "evaluation",
@@ -56,6 +57,7 @@ ARROWS = {
     "sweep": {"train", "memory", "model", "report"},
     # what it shows of a run and does to one are files and commands: of the rooms below it takes what reads and tells
     "studio": {"serve", "train", "memory", "data", "report", "process", "recipe_file", "recipe_keys", "yaml_file"},
+    "clusters": set(),
     "demo": {"train", "evaluation", "model", "data", "report", "recipe_file"},
     "train": {"evaluation", "generation", "rewards", "memory", "model", "data", "report", "kernels"},
     "evaluation": {"generation", "model", "data"},

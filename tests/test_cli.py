@@ -20,7 +20,7 @@ from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, RecipeEr
 from tables import table
 
 VERBS = ["demo", "new", "check", "data", "data show", "data stats", "data audit", "train", "eval", "chat", "serve", "export",
-         "runs", "fork", "queue", "queue list", "queue add", "queue move", "queue cancel", "queue run"]  # fmt: skip
+         "launch", "runs", "fork", "queue", "queue list", "queue add", "queue move", "queue cancel", "queue run"]  # fmt: skip
 HEAVY = {"torch", "transformers", "peft", "numpy", "pyarrow", "rich", "pydantic", "datasets", "safetensors"}
 # Help -------------------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from pronghorn.cli import (
     evaluating,
     exporting,
     forking,
+    launching,
     planning,
     profiling,
     queueing,
@@ -71,6 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
             ignore_ctrl_c(words)
         if not (isinstance(error, EndedElsewhere) and error.told):
             show_error(error, as_json=getattr(arguments, "json", False))
+        starting.leave_exit_code(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         ignore_ctrl_c(words)
@@ -171,11 +173,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="resume with a changed value of this key: train.lr=1e-5 --allow-change train.lr",
     )
     starting.options(one)
-    evaluating.own_metric(one)
-    starting.own_rewards(one)
+    starting.own_files(one)
     forking.options(verb("fork", forking.fork, forking.TEXT))
     profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
     sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
+    launching.options(with_recipe(verb("launch", launch, launching.TEXT)))
 
     queueing.options(verbs, verb, _parse)
 
@@ -313,6 +315,11 @@ def profile(arguments: argparse.Namespace) -> None:
 def sweep(arguments: argparse.Namespace) -> None:
     require_recipe(arguments.recipe, arguments.parser)
     sweeping.sweep(arguments, _look_for_hub)
+
+
+def launch(arguments: argparse.Namespace) -> None:
+    require_recipe(arguments.recipe, arguments.parser)
+    launching.launch(arguments)
 
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:

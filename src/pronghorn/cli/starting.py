@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from pronghorn.cli.evaluating import own_metric
 from pronghorn.errors import CommandError, EndedElsewhere, RecipeError, counted
 from pronghorn.process import importing
 
@@ -33,6 +35,11 @@ def own_rewards(one: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="conversations of several turns: a Python file with async def episode(row, ask); the file is executed",
     )
+
+
+def own_files(one: argparse.ArgumentParser) -> None:
+    own_metric(one)
+    own_rewards(one)
 
 
 class OwnCode(TypedDict):
@@ -68,6 +75,13 @@ def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
     require_packs(recipe, wanted)
     launch(wanted, [sys.executable, "-m", "pronghorn.cli", *arguments.given])
     return True
+
+
+def leave_exit_code(code: int) -> None:
+    """For a script that started torchrun, which ends with 1 on any failure."""
+    if place := os.environ.get("PRONGHORN_EXIT_CODE_FILE"):
+        with suppress(OSError):
+            Path(place).write_text(f"{code}\n", encoding="utf-8")
 
 
 def _started_elsewhere(ranks: int, recipe: Recipe) -> None:

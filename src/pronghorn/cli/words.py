@@ -25,6 +25,8 @@ VERBS = {
     "dataset": "data", "audit": "data audit", "dedup": "data audit", "decontaminate": "data audit",
     "branch": "fork", "clone": "fork", "enqueue": "queue add", "schedule": "queue add", "jobs": "queue list",
     "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",
+    "submit": "launch", "sbatch": "launch", "slurm": "launch --slurm", "kubernetes": "launch --kubernetes",
+    "skypilot": "launch --skypilot",
 }  # fmt: skip
 # Options of other tools: what to do instead.
 OPTIONS = {
