@@ -28,7 +28,7 @@ from pronghorn.report.run_log import plain
 from pronghorn.studio.gate import Keys
 from pronghorn.studio.library import Library
 from pronghorn.studio.places import Places
-from pronghorn.studio.server import Served, prepare
+from pronghorn.studio.server import Entry, Served, prepare
 
 OVERLAID = 20
 TURNS, SECONDS = 8, 5.0  # with and without a stream, each so long
@@ -103,7 +103,7 @@ def shown(home: Path, runs: int) -> dict[str, float]:
 def followed(home: Path) -> dict[str, float]:
     """The stream is read by a thread, as a browser reads it."""
     keys = Keys()
-    served = prepare(home, [home / "runs"], [], "127.0.0.1", 0, keys)
+    served = prepare(home, [home / "runs"], [], Entry(), 0, keys)
     thread = threading.Thread(target=served.run)
     thread.start()
     folder = home / "runs" / "live"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.studio.gate import Keys
-from pronghorn.studio.server import Served, prepare
+from pronghorn.studio.server import Entry, Served, prepare
 
 USUAL = (
     "event",
@@ -61,6 +62,12 @@ class Browser:
         self.served, self.keys, self.port = served, keys, served.listener.getsockname()[1]
         self.cookie = ""
 
+    def line(self) -> http.client.HTTPConnection:
+        if not self.served.server.config.is_ssl:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        anyone = ssl._create_unverified_context()
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=30, context=anyone)
+
     def open(self) -> Browser:
         status, headers, _ = self.raw("GET", f"/?token={self.keys.token}")
         assert status == 303
@@ -68,7 +75,7 @@ class Browser:
         return self
 
     def raw(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
-        line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        line = self.line()
         sent = {"Host": f"127.0.0.1:{self.port}", "Cookie": self.cookie} | {k.replace("_", "-"): v for k, v in headers.items()}
         try:
             line.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -95,9 +102,9 @@ class Browser:
 
 
 @contextmanager
-def studio(home: Path) -> Iterator[Browser]:
-    keys = Keys()
-    served = prepare(home, [home / "runs"], [], "127.0.0.1", 0, keys)
+def studio(home: Path, keys: Keys | None = None, entry: Entry = Entry()) -> Iterator[Browser]:  # noqa: B008 - it is frozen
+    keys = keys or Keys()
+    served = prepare(home, [home / "runs"], [], entry, 0, keys)
     thread = threading.Thread(target=served.run)
     thread.start()
     try:

@@ -279,6 +279,7 @@ WRITERS = {
     "run/answers.py": "on_writer",
     "checkpoint/checkpoint.py": "saving.py",
     "checkpoint/checkpoint_writer.py": "saving.py",
+    "checkpoint/fork.py": "a command of its own",
     "dist/folder_store.py": "the ranks' own folder",
     "loop.py": "world.writes",
     "checkpoint/resume.py": "writer_first",

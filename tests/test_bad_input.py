@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     ),
     "unknown key": (
         lambda b: b.write(train="{epochs: 1, batch_tokens: 512, capacity: 256, learning_rat: 1e-3, lr_: 3}"),
-        ["train.learning_rat: unknown key", "train.lr_: unknown key", "did you mean `lr`", "recipe.yaml:4"],
+        ["train.learning_rat: unknown key", "train.lr_: unknown key", "did you mean `train.lr`", "recipe.yaml:4"],
     ),
     "duplicate key": (
         lambda b: b.recipe.write_text(b.recipe.read_text() + "precision: bf16\n"),

@@ -97,7 +97,7 @@ memory: {budget: a lot}
             ("model", "r.yaml", "add `model: ...`; `pronghorn new -` shows an example"),
             ("method", "r.yaml:1", "did you mean `lora`? use one of: lora, qlora, fp8, full"),
             ("lora.r", "r.yaml:3", "write one such as 16"),
-            ("lora.targts", "r.yaml:4", "did you mean `targets`?"),
+            ("lora.targts", "r.yaml:4", "did you mean `lora.targets`?"),
             ("data.train", "r.yaml:5", "add `train: ...`; `pronghorn new -` shows an example"),
             ("data.max_length", "r.yaml:6", "set train.capacity: 4096 or more"),
             ("data.max_length", "r.yaml:7", "remove one of the two"),
@@ -112,15 +112,15 @@ memory: {budget: a lot}
 @table(
     ("line", "fix"),
     [
-        ("train: {learning_rate: 3}", "did you mean `lr`?"),
+        ("train: {learning_rate: 3}", "did you mean `train.lr`?"),
         ("learning_rate: 3", "did you mean `train.lr`?"),
-        ("lora: {rank: 3}", "did you mean `r`?"),
+        ("lora: {rank: 3}", "did you mean `lora.r`?"),
         ("train: {max_length: 3}", "did you mean `data.max_length`?"),
         ("train: {nothing_like_it: 3}", "known keys: average, batch_rows, batch_tokens, betas,"),
-        ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
+        ("train: {batch_token: 3}", "did you mean `train.batch_tokens`?"),
         ("output-folder: x", "did you mean `output`?"),
         ("<<: {a: 1}", "known keys: checkpoint, compute, data,"),
-        ("eval: {stop: {patince: 3}}", "did you mean `patience`?"),
+        ("eval: {stop: {patince: 3}}", "did you mean `eval.stop.patience`?"),
     ],
 )
 def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None:
@@ -153,7 +153,7 @@ def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> N
     assert fix in hint
 
 
-@table("value", ["[a]", "3", "{random: 1.5}", "{radnom: 0.5}"])
+@table("value", ["[a]", "3", "{random: 1.5}", "random:1.5", "{radnom: 0.5}"])
 def test_a_selection_is_a_file_or_a_share(value: str) -> None:
     ((_, _, fix),) = told(SMALLEST, f"data.select={value}")
     assert fix == "write a file of `pronghorn data audit`, or {random: 0.5}, a share between 0 and 1"
@@ -279,8 +279,8 @@ def test_metrics_need_held_out_data() -> None:
     [
         ("objective: dpoo", "objective.name: invalid value 'dpoo'", "did you mean `dpo`?"),
         ("objective: 3", "objective: invalid value 3", "write a name such as dpo"),
-        ("objective: {name: dpo, betta: 1}", "objective.betta: unknown key", "did you mean `beta`?"),
-        ("objective: {name: dpo, rpo_alpha: 1}", "objective.rpo_alpha: unknown key", "did you mean `sft_weight`?"),
+        ("objective: {name: dpo, betta: 1}", "objective.betta: unknown key", "did you mean `objective.beta`?"),
+        ("objective: {name: dpo, rpo_alpha: 1}", "objective.rpo_alpha: unknown key", "did you mean `objective.sft_weight`?"),
         ("objective: {name: dpo, gamma: 1}", "objective.gamma: not a parameter of dpo but of simpo", "dpo has beta, loss,"),
         ("objective: {beta: 1}", "objective.beta: not a parameter of supervised but of dpo,", "has no parameters"),
         ("objective: {name: kto, loss: ipo}", "objective.loss: kto has no loss ipo", "one of: kto, apo_zero"),
@@ -325,7 +325,7 @@ def test_two_templates_are_one_too_many() -> None:
 def test_names_of_columns_and_roles_are_judged() -> None:
     text = "model: m\ndata:\n  train: a.jsonl\n  fields: {mesages: x}\n  roles: {boss: [x]}\n  message_fields: {role: }\n"
     assert sorted(where for where, _, _ in told(text)) == ["r.yaml:4", "r.yaml:5", "r.yaml:6"]
-    assert "did you mean `messages`" in told(text)[0][2]
+    assert "did you mean `data.fields.messages`" in told(text)[0][2]
 
 
 @table("word", ["train.steps=" + "9" * 5000, "train.steps=2020-02-30", "train.lr=" + "[" * 5000])

@@ -74,10 +74,10 @@ def test_a_wrong_key_is_answered_with_one_of_its_section_first(wrong: str, meant
 @table(
     ("word", "said", "fix"),
     [
-        ("objective.epsilon_high=0.3", "unknown key", "did you mean `clip`? write both: [epsilon, epsilon_high]"),
+        ("objective.epsilon_high=0.3", "unknown key", "did you mean `objective.clip`? write both: [epsilon, epsilon_high]"),
         ("objective.top_entropy_quantile=0.2", "no part of the loss", "remove it"),
         ("rollouts.vllm_tensor_parallel_size=2", "an option of the server's own command", "remove it"),
-        ("rollouts.vllm_server_port=8000", "unknown key", "did you mean `engine`? write the server's address"),
+        ("rollouts.vllm_server_port=8000", "unknown key", "did you mean `rollouts.engine`? write the server's address"),
         (
             "train.per_device_train_batch_size=4",
             "unknown key; a step samples rollouts.prompts x rollouts.answers",
@@ -91,7 +91,7 @@ def test_a_wrong_key_is_answered_with_one_of_its_section_first(wrong: str, meant
         ("train.batch_rows=4", "a step has rollouts.prompts", "remove train.batch_rows, and set rollouts.prompts"),
         ("eval.batch_size=4", "evaluation chooses its batch size itself", "remove it"),
         ("grpo={num_generations: 8}", "unknown key", "did you mean `rollouts.answers`?"),
-        ("data.fields.gold=x", "unknown key", "did you mean `expected`? of rows that are no prompts: `completion`"),
+        ("data.fields.gold=x", "unknown key", "did you mean `data.fields.expected`? of rows that are no prompts: `completion`"),
         ("trian={lr: 1}", "unknown key", "did you mean `train`?"),
         ("objective.loss=ppo", "grpo has no loss ppo", "use one of: dapo, dr_grpo, bnpo, grpo, cispo"),
         ("objective.loss=dappo", "grpo has no loss dappo", "did you mean `dapo`?"),

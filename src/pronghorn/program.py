@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 NAME = "pronghorn"
-VERBS = "demo|new|check|plan|profile|data|train|sweep|launch|eval|chat|serve|export|verify|studio|run|runs"
+VERBS = "demo|new|check|plan|profile|data|train|fork|sweep|launch|queue|eval|chat|serve|export|verify|studio|run|runs"
 _NAMED = re.compile(rf"(?<![\w./-]){NAME} (?=(?:{VERBS})\b)")
 
 

@@ -297,6 +297,8 @@ def advice(path: KeyPath, given: object, *, answers: bool = False) -> tuple[str,
     if answers and meant.rpartition(".")[2] in ("batch_rows", "batch_tokens"):
         return _STEP, "set rollouts.prompts, or rollouts.answers"
     if meant:
+        if meant in keys_in(path[:-1]) and not any(isinstance(part, int) for part in path):  # whole, to be copied
+            meant = ".".join(map(str, (*path[:-1], meant)))
         note = NOTES.get(name, "")
         return "", f"did you mean `{meant}`?" + (f" {note}" if note else "")
     return why, "remove it" if why else f"known keys: {', '.join(sorted(keys_in(path[:-1])))}"

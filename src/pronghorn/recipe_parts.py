@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
 
 from pronghorn.recipe_objective import Objective
 from pronghorn.recipe_rollouts import Reward, Rollouts
@@ -98,6 +98,13 @@ class Share(Section):
     random: Annotated[float, Field(gt=0.0, lt=1.0)]  # of the rows, by train.seed
 
 
+def _no_share(name: str) -> str:
+    """`random:0.5` without its space is a text: no file, but a share that is written wrong."""
+    if name.startswith("random:"):
+        raise ValueError("it is no file")
+    return name
+
+
 class Data(Section):
     train: Sources  # files, folders or Hub datasets
     eval: str | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # a file, or the fraction of train to hold out
@@ -121,7 +128,7 @@ class Data(Section):
     junk: Literal["keep", "drop"] = "keep"
     leaks: Literal["warn", "drop", "refuse"] = "warn"  # training rows that are copies, or near copies, of held-out rows
     # training rows that are left out: those that a file of `pronghorn data audit` names, or all but a random share
-    select: Name | Share | None = None
+    select: Annotated[Name, AfterValidator(_no_share)] | Share | None = None
     workers: NonNegativeInt = 2  # threads that build packed batches ahead of the step
 
 

@@ -190,11 +190,35 @@ def test_what_is_left_out_is_told(model: Path, tmp_path: Path) -> None:
     limit = frame + 30
     assert prepared(model, path, max_length=512).remarks == ()
     assert prepared(model, path, max_length=limit).remarks == (f"dropped 1 of 201 rows: longer than {limit} tokens",)
-    truncated = prepared(model, path, max_length=limit, long="truncate")
+    truncated = prepared(model, path, max_length=limit, long="truncate", bad_rows="skip")
     assert truncated.remarks == (f"dropped 1 of 201 rows: the answer starts after {limit} tokens",)
     split = prepared(model, path, max_length=limit, long="split")
     pieces = 200 + split.counts.split_into
     assert split.remarks == (f"dropped {split.counts.no_loss} of {pieces} rows and pieces: no token carries loss",)
+
+
+def test_a_row_that_trains_nothing_is_a_bad_row(model: Path, tmp_path: Path) -> None:
+    idle, limit = row("q", "bad"), length_of(model, tmp_path, "") + 30
+    idle["messages"][1]["weight"] = 0
+    late, rows = row("?" * 300, "a"), [row("q", f"{n}") for n in range(200)]
+    for bad, keys, why in (
+        (idle, {}, "none of its tokens carries loss"),
+        (late, {"max_length": limit, "long": "truncate"}, f"its answer begins after the first {limit} of "),
+    ):
+        path = write_rows(tmp_path / "a.jsonl", [rows[0], bad, *rows[1:], bad])
+        with pytest.raises(DataError) as caught:
+            prepared(model, path, **keys)
+        assert caught.value.where == f"{path}:2"
+        assert f"the row trains nothing: {why}" in caught.value.what
+        assert f"(1 more bad row: {path}:202)" in caught.value.what
+        assert caught.value.fix.endswith("or set data.bad_rows: skip to leave such rows out")
+        found = prepared(model, path, bad_rows="skip", **keys)
+        assert (found.counts.kept, found.counts.no_loss + found.counts.dropped_long) == (200, 2)
+        assert found.remarks[0].startswith("dropped 2 of 202 rows")
+    split = prepared(model, write_rows(tmp_path / "a.jsonl", [late, *rows]), max_length=limit, long="split")
+    assert split.counts.no_loss  # its first pieces, which are no rows
+    sure = write_rows(tmp_path / "a.jsonl", [row("q", ""), *rows])
+    assert prepared(model, sure).counts.kept == 201  # an empty answer is an answer: its end token carries loss
 
 
 def test_turns_of_weight_0_are_read_and_not_trained_on(model: Path, tmp_path: Path) -> None:
@@ -269,7 +293,7 @@ def test_long_rows(model: Path, tmp_path: Path) -> None:
 
     dropped = prepared(model, path, max_length=limit, long="drop").counts
     assert (dropped.too_long, dropped.dropped_long, dropped.kept) == (1, 1, 50)
-    truncated = prepared(model, path, max_length=limit, long="truncate")
+    truncated = prepared(model, path, max_length=limit, long="truncate", bad_rows="skip")
     assert (truncated.counts.truncated, truncated.counts.kept, truncated.tokens.lengths[0]) == (1, 51, limit)
     split = prepared(model, path, max_length=limit, long="split")
     pieces = [i for i in range(len(split.tokens)) if split.tokens.row(i) == 0]

@@ -118,4 +118,11 @@ def test_no_file_and_no_row(tmp_path: Path) -> None:
         read(path, select=str(selection(path, *range(5))))
     file = selection(path)
     assert json.loads(file.read_text()) == {"version": 1, "left_out": []}
-    assert read(path, select=str(file)).remarks == ()
+
+
+def test_a_selection_that_takes_nothing_out_is_told(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", chat_rows(5))
+    file = str(selection(path))
+    assert read(path, select=file).remarks == (f"data.select ({file}) changes nothing: it leaves out none of 5 rows",)
+    told = ("data.select (random) changes nothing: it leaves out none of 5 rows",)
+    assert read(path, select={"random": 0.99}).remarks == told

@@ -27,6 +27,8 @@ from pronghorn.export import run as run_file
 from pronghorn.export.checking import Reference, Verdict, reference_of
 from pronghorn.export.gguf_convert import find_converter
 from pronghorn.export.job import Job
+from pronghorn.export.sizes import Weights
+from pronghorn.model.export import NOT_EXPORTED
 from pronghorn.recipe import Recipe
 from pronghorn.train.run.trained_run import Trained
 from samples import chat_rows, write_rows
@@ -79,6 +81,16 @@ def exported(base: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleName
         patch.setattr(run_file, "reference_of", remembered)
         written = export(checkpoint, recipe, folder / "gguf", "gguf:q4_k_m", check=True)
     return SimpleNamespace(folder=folder, recipe=recipe, checkpoint=checkpoint, written=written, reference=references[0])
+
+
+@NEEDS_CONVERTER
+def test_its_size_is_known_before(exported: SimpleNamespace) -> None:
+    """But for the header: names, shapes and what the tokenizer has beside its own file."""
+    job = Job(Trained(exported.checkpoint, exported.recipe), exported.folder, exported.folder, variant="q4_k_m")
+    (file,) = (exported.folder / "gguf").glob("*.gguf")
+    weights = [int(one.n_bytes) for one in gguf.GGUFReader(file).tensors]
+    others = sum(one.stat().st_size for one in exported.checkpoint.glob("[!am]*") if one.name not in NOT_EXPORTED)
+    assert Weights(exported.recipe.model).written(job, "gguf") == sum(weights) + others
 
 
 @NEEDS_CONVERTER

@@ -44,7 +44,16 @@ def test_the_page_has_the_winner_first_and_a_plot() -> None:
     page = render_sweep(FACTS)
     outline = Outline(page)
     text = " ".join(outline.text)
-    for word in ("trial-02", "1.2500", "± 0.01000", "7.5 s", "30 s with loading", "the winner", f"diverged: {EVIL}"):
+    for word in (
+        "3,000 read by all trials",
+        "trial-02",
+        "1.2500",
+        "± 0.01000",
+        "7.5 s",
+        "30 s with loading",
+        "the winner",
+        f"diverged: {EVIL}",
+    ):
         assert word in text, word
     rows = page[page.index("<h2>Trials") :]
     assert rows.index("trial-02") < rows.index("trial-03") < rows.index("trial-01")
@@ -57,6 +66,7 @@ def test_the_table_for_a_terminal() -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(sweep_table(FACTS))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.split()[0] for line in lines] == ["trial", "trial-02", "trial-03", "trial-01"]
+    assert [line.split()[0] for line in lines] == ["trial", "trial-02", "trial-03", "trial-01", "all"]
     assert "1.2500 ± 0.01000" in lines[1]
     assert " – " in lines[3]
+    assert lines[4].split() == ["all", "3,000", "7.5", "s"]

@@ -8,7 +8,7 @@ each page.
 from __future__ import annotations
 
 import argparse
-import base64
+import fcntl
 import hashlib
 import io
 import json
@@ -26,6 +26,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pages_in_a_browser import SIZES, STEP, STEPS, TEXT, a_fork, by_keys, nothing_is_trained, rollouts, shots
+
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS)]
 KEPT = TESTS.parent / ".venv" / "studio-test"  # what was downloaded for this test
@@ -37,8 +39,6 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
 PATIENCE = 120.0  # seconds for anything, so that nothing hangs
-SIZES = ((1280, 900), (400, 860))
-STEPS = 400  # of the run, enough to be stopped in its middle
 
 
 class LeftOutError(Exception):
@@ -141,6 +141,17 @@ class Page:
             text,
         )
 
+    def choose(self, selector: str, value: Any) -> None:
+        """An option of a select, or a box ticked."""
+        self.wait(lambda: self.js("return !!document.querySelector(arguments[0])", selector), f"no {selector}")
+        tick, option = (
+            "if (e.checked !== arguments[1]) e.click()",
+            ("e.value = arguments[1]; e.dispatchEvent(new Event('change', {bubbles: true}))"),
+        )
+        self.js(
+            f"const e = document.querySelector(arguments[0]); {tick if isinstance(value, bool) else option}", selector, value
+        )
+
     def go(self, place: str) -> None:
         self.js("location.hash = arguments[0]", place)
 
@@ -171,7 +182,8 @@ class Page:
     def quiet(self) -> None:
         """Refused connections are what a server that is gone looks like."""
         told = [one["message"] for one in self.driver.get_log("browser") if one["level"] in ("SEVERE", "WARNING")]
-        assert [one for one in told if "ERR_CONNECTION_REFUSED" not in one and "ERR_INCOMPLETE_CHUNKED" not in one] == []
+        told = [one for one in told if "ERR_CONNECTION_REFUSED" not in one and "ERR_INCOMPLETE_CHUNKED" not in one]
+        assert told == [], told
 
 
 @contextmanager
@@ -226,33 +238,6 @@ def folder(home: Path) -> None:
     write_rows(home / "mine.jsonl", chat_rows(300))
 
 
-def shots(page: Page, place: Path | None, pages: dict[str, str]) -> None:
-    """Each page at both widths, light and dark: it fits, is accessible, and is kept as a picture where that is asked for."""
-    for name, address in pages.items():
-        page.go(address)
-        for width, height in SIZES:
-            for dark in (False, True):
-                page.size(width, height, dark)
-                time.sleep(1.5 if place else 0.3)  # the plots are drawn
-                where = f"{name} at {width} px, {'dark' if dark else 'light'}"
-                page.fits(where)
-                page.accessible(where)
-                if place:
-                    picture(page, place / f"{name}-{width}-{'dark' if dark else 'light'}.png", width)
-    page.size(*SIZES[0], dark=False)
-
-
-def picture(page: Page, file: Path, width: int) -> None:
-    page.js("scrollTo(0, 0)")
-    tall = min(1700, int(page.js("return document.documentElement.scrollHeight")))
-    clip = {"x": 0, "y": 0, "width": width, "height": tall, "scale": 1}
-    taken = page.driver.execute_cdp_cmd(
-        "Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": clip}
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(base64.b64decode(taken["data"]))
-
-
 # The way of a new user ----------------------------------------------------------------------------------------------------
 
 
@@ -281,17 +266,13 @@ def to_a_running_training(page: Page, server: Server) -> None:
     page.wait(
         lambda: page.js("return document.getElementById('key-train.epochs') && 1") and "valid" in page.text(), "not valid"
     )
+    page.shows(" held out")  # as `check` says it, by itself
     page.wait(lambda: f"steps: {STEPS}" in page.js(TEXT), "the text is not the typed one")
     page.click("Start")
     page.wait(lambda: "#/run?" in page.js("return location.hash"), "the run does not start")
     page.shows("running")
     took = time.monotonic() - began
     print(f"from the link to a running training: {took:.0f} s, {page.clicks} clicks", flush=True)
-
-
-TEXT = "return document.querySelector('.lines textarea').value"
-STEP = "return Number([...document.querySelectorAll('.tile')].find(e => e.innerText.startsWith('steps'))?.querySelector('dd')" \
-    ".firstChild.textContent.replace(/,/g, '') || 0)"  # fmt: skip
 
 
 def live_stop_and_resume(page: Page, home: Path, server: Server) -> Server:
@@ -320,7 +301,7 @@ def live_stop_and_resume(page: Page, home: Path, server: Server) -> Server:
     return server
 
 
-def plan_and_data(page: Page) -> None:
+def plan_and_data(page: Page, place: Path | None) -> None:
     page.go("#/recipe?file=mine.yaml")
     page.wait(
         lambda: page.js("return document.querySelectorAll('section[aria-label=plan] select option').length") > 5, "no GPUs"
@@ -330,6 +311,16 @@ def plan_and_data(page: Page) -> None:
     page.click("Plan")
     page.shows("peak memory")
     page.shows("pronghorn plan mine.yaml --gpu rtx4090" if shutil.which("pronghorn") else "plan mine.yaml --gpu rtx4090")
+    page.choose("section[aria-label=plan] input[type=checkbox]", True)
+    page.click("Plan")
+    page.shows("The longest document that fits")
+    page.choose("section[aria-label=differences] select", "runs/mine")
+    page.shows("The same recipe.")
+    page.fill(".lines textarea", page.js(TEXT).replace("lr: 1e-2", "lr: 1e-3"))
+    page.wait(lambda: page.js("return [...document.querySelectorAll('.diff td')].map(e => e.innerText)") == ["0.01", "0.001"],
+              "train.lr is not told to differ")  # fmt: skip
+    shots(page, place, {"plan": "#/recipe?file=mine.yaml"}, below="Plan")
+    nothing_is_trained(page)
     page.go("#/data?file=mine.yaml")
     page.shows("near duplicates")
     assert page.js("return document.querySelectorAll('.datarow .t1').length") > 10
@@ -340,7 +331,7 @@ def plan_and_data(page: Page) -> None:
     assert "<html" in page.driver.execute_async_script(found, link)
 
 
-def talk_and_export(page: Page, home: Path) -> None:
+def talk_and_export(page: Page, home: Path, place: Path | None) -> None:
     page.go("#/talk?run=runs/mine")
     page.click("Load the model")
     page.shows("System prompt")
@@ -352,12 +343,82 @@ def talk_and_export(page: Page, home: Path) -> None:
         "silent",
     )
     page.wait(lambda: page.js("return ![...document.querySelectorAll('button')].some(e => e.innerText === 'Stop')"), "no end")
+    page.js("[...document.querySelectorAll('.sides button')][1].click()")
+    page.wait((home / "data" / "preferences.jsonl").is_file, "not rated")
+    shots(page, place, {"talk": "#/talk?run=runs/mine"})
     page.click("Unload the model")
     page.go("#/run?run=runs/mine")
-    page.click("Export")
+    page.click("Formats and sizes")
+    page.click("write adapter")
     exported = home / "runs" / "mine" / "export-adapter" / "adapter_config.json"
     page.wait(exported.is_file, "nothing is exported")
     page.shows("check:")
+    page.wait(lambda: page.js("return document.querySelector('.checkpoints .pill')?.innerText") == "checked", "no verdict")
+    page.js("document.querySelector('.checkpoints button').click()")
+    shots(page, place, {"export": "#/run?run=runs/mine"}, below="Checkpoints")
+
+
+def queue(page: Page, home: Path) -> None:
+    """The lock of a worker is held while the order is changed, so that nothing starts meanwhile."""
+    rows = "return [...document.querySelectorAll('main tbody tr')].map(e => e.innerText.replace(/\\s+/g, ' '))"
+    in_row = "[...document.querySelectorAll('main tbody tr')].find(e => e.innerText.includes(arguments[0]))"
+
+    def press(command: str, button: str) -> None:
+        find = f"return [...{in_row}.querySelectorAll('button')].find(e => e.innerText === arguments[1] && !e.disabled)"
+        page.wait(lambda: page.js(find, command, button), f"no {button}").click()
+
+    (home / ".studio" / "queue").mkdir(exist_ok=True)
+    with (home / ".studio" / "queue" / "worker.lock").open("ab") as worker:
+        fcntl.flock(worker, fcntl.LOCK_EX)
+        page.go("#/data?file=mine.yaml")
+        page.click("Add to queue")
+        page.shows("The audit waits in the queue")
+        page.go("#/recipe?file=mine.yaml")
+        page.shows("valid")
+        page.js("document.querySelector('section[aria-label=sweep] button:last-of-type').click()")
+        page.shows("It waits in the queue")
+        page.click("queue", "a")
+        page.wait(lambda: len(page.js(rows)) == 2 and "data audit" in page.js(rows)[0], "not both, in their order")
+        press("sweep mine.yaml", "↑")
+        page.wait(lambda: "sweep mine.yaml" in page.js(rows)[0], "it does not move up")
+        press("sweep mine.yaml", "cancel")
+        page.wait(lambda: "cancelled" in page.js(rows)[1], "it is not cancelled")
+    page.shows("No worker is there")
+    page.go("#/recipe?file=mine.yaml")
+    page.shows("valid")
+    page.click("Add to queue")  # a command that is added starts a worker
+    page.click("queue", "a")
+    page.wait(lambda: sum(" done" in row for row in page.js(rows)) == 2, "what waits does not finish")
+    page.element("audit", "a")
+    assert not (home / "runs" / "mine-sweep").exists()
+
+
+CHOOSE = "const s = [...document.querySelectorAll('.overlay select')][arguments[0]]; s.value = arguments[1];" \
+    "s.dispatchEvent(new Event('change', {bubbles: true}))"  # fmt: skip
+
+
+def figures_of_the_gpu(page: Page, home: Path) -> None:
+    """This machine has none: the samples are written here."""
+    run = home / "runs" / "mine"
+    page.go("#/run?run=runs/mine")
+    page.shows("Gradient norm")
+    assert "GPU power" not in page.text()
+    steps = [json.loads(line) for line in (run / "run.jsonl").read_text().splitlines() if '"event":"step"' in line]
+    with (run / "gpu.jsonl").open("w") as log:
+        for step in steps[::10]:
+            gpu = {"memory": 6e9, "power": 100 + step["step"], "utilisation": 90, "energy": step["step"]}
+            log.write(json.dumps({"time": step["time"], "session": step["session"], "gpus": [gpu]}) + "\n")
+    page.go("#/runs?run=runs/mine")
+    page.wait(lambda: page.js("return document.querySelectorAll('.overlay canvas').length") == 1, "no curve of the loss")
+    page.js(CHOOSE, 0, "power")
+    page.wait(lambda: "GPU power, W" in page.js("return document.querySelector('.overlay h3').innerText"), "another curve")
+    page.wait(lambda: page.js("return document.querySelectorAll('.overlay canvas').length") == 1, "no curve of the power")
+    page.js(CHOOSE, 0, "loss")
+    page.js(CHOOSE, 1, "cost")
+    page.shows("no price is known for these runs")
+    page.go("#/run?run=runs/mine")
+    for title in ("GPU memory, GB", "GPU power, W", "GPU utilisation, %", "Wh"):
+        page.shows(title)
 
 
 def gone(page: Page, home: Path) -> None:
@@ -397,12 +458,22 @@ def main() -> None:
             to_a_running_training(page, server)
             server = live_stop_and_resume(page, home, server)
             print("live curves, server killed, stopped, resumed: yes", flush=True)
-            plan_and_data(page)
+            plan_and_data(page, arguments.shots)
             print("plan and data: yes", flush=True)
-            talk_and_export(page, home)
+            talk_and_export(page, home, arguments.shots)
             print("talk and export: yes", flush=True)
-            shots(page, arguments.shots, {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml",
-                                          "data": "#/data?file=mine.yaml", "talk": "#/talk", "commands": "#/jobs"})  # fmt: skip
+            a_fork(page, home)
+            rollouts(page, home, arguments.shots)
+            by_keys(page)
+            print("fork with the same losses, rollouts by reward, every control by the keyboard: yes", flush=True)
+            queue(page, home)
+            print("queue: moved, cancelled, finished: yes", flush=True)
+            figures_of_the_gpu(page, home)
+            print("curves of the GPU, cost as an axis: yes", flush=True)
+            pages = {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml", "queue": "#/queue",
+                     "data": "#/data?file=mine.yaml", "compare": "#/runs?run=runs/mine&run=runs/again",
+                     "commands": "#/jobs"}  # fmt: skip
+            shots(page, arguments.shots, pages)
             print("every page at 1280 and 400 px, light and dark, without a serious violation: yes", flush=True)
             gone(page, home)
             print("torn line, folder gone and back: yes", flush=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pronghorn.report.gpu_log import append
 from pronghorn.report.run_log import read_log
 from pronghorn.report.run_stats import run_stats
 from pronghorn.report.runs import list_runs
@@ -137,6 +138,33 @@ def test_an_overlay_has_as_many_points_as_a_screen(tmp_path: Path) -> None:
     (even,) = library.overlay(["runs/one"], "loss", "hours", 0.1)
     assert max(even["y"]) < 1.1
     assert json.dumps(library.overlay(["runs/one"], "eval", "step", 0.0))
+
+
+def test_a_run_over_its_cost(tmp_path: Path) -> None:
+    """1,800 s a step on two GPUs at 3 USD: 3 USD a step. No price: no curve."""
+    bought = start() | {"device": "2 x NVIDIA H200", "ranks": 2, "price": {"usd_an_hour": 3.0}}
+    evaluation = {"event": "eval", "time": 1002.5, "session": 1, "step": 2, "loss": 0.5}
+    steps = [step(n) | {"seconds": 1800.0} for n in range(1, 4)]
+    make_run(tmp_path / "runs" / "bought", [bought, evaluation | {"step": 0, "loss": 2.5}, *steps, evaluation])
+    make_run(tmp_path / "runs" / "cpu", [start(), *steps, evaluation])
+    library, names = Library(Places(tmp_path), [tmp_path / "runs"]), ["runs/bought", "runs/cpu"]
+    assert [one["x"] for one in library.overlay(names, "loss", "cost", 0.0)] == [[3.0, 6.0, 9.0], []]
+    bought, cpu = library.overlay(names, "eval", "cost", 0.0)
+    assert (bought["x"], bought["y"], cpu["x"]) == ([0.0, 6.0], [2.5, 0.5], [])
+
+
+def test_figures_of_the_gpu_are_curves_of_the_steps(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "runs" / "one")  # steps 1 to 10 end at 1001 to 1010
+    library = Library(Places(tmp_path), [tmp_path / "runs"])
+    assert library.overlay(["runs/one"], "power", "step", 0.0) == [{"run": "runs/one", "x": [], "y": []}]
+    gpu = {"memory": 6e9, "total": 8e9, "own": None, "power": 100.0, "utilisation": 50, "energy": 0.0}
+    append(folder, 1, 1008.5, [gpu])
+    reader = library.read("runs/one")
+    assert reader.points("power") == [(9.0, 100.0), (10.0, 100.0)]
+    append(folder, 1, 1009.5, [gpu | {"power": 300.0, "memory": 7e9, "energy": 7200.0}])
+    assert library.overlay(["runs/one"], "power", "tokens", 0.0)[0]["y"] == [100.0, 200.0]  # new samples, and no new step
+    assert library.overlay(["runs/one"], "memory", "hours", 0.0)[0]["y"] == [6.0, 7.0]
+    assert reader.gpu.kwh == 0.002
 
 
 def test_recipes_that_differ(tmp_path: Path) -> None:

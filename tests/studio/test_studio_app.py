@@ -18,6 +18,7 @@ import pytest
 from processes import DEADLINE, alive, wait_until
 from pronghorn.errors import Problems
 from pronghorn.recipe_file import EXAMPLE, parse_recipe
+from pronghorn.report.gpu_log import append
 from pronghorn.studio import recipes
 from pronghorn.studio.control import checkpoints
 from pronghorn.studio.jobs import Jobs
@@ -82,6 +83,19 @@ def test_a_live_run_tells_what_is_new_and_what_is_gone(page: Browser, home: Path
     assert events.until("curves")["loss"]["x"][-1] == 9
     log.write_bytes(content + b"no event\n")
     assert events.until("facts", lambda facts: facts["bad_lines"])["step"] == 9
+    events.line.close()
+
+
+def test_a_live_run_shows_its_gpu_from_the_first_sample_on(page: Browser, home: Path) -> None:
+    folder = home / "runs" / "one"
+    events = Events(page, "runs/one")
+    assert "power" not in events.until("curves")
+    for at in (1010.0, 1011.0):
+        append(folder, 1, at, [dict.fromkeys(("memory", "total", "utilisation"), 1.0) | {"power": 1800.0, "energy": None}])
+    with (folder / "run.jsonl").open("ab") as file:
+        file.write(written([step(11)]))
+    assert events.until("more")["power"] == {"x": [11.0], "y": [1800.0]}
+    assert events.until("facts", lambda facts: facts["energy"])["energy"] == 0.0005
     events.line.close()
 
 

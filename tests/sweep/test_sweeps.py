@@ -214,6 +214,7 @@ def test_json_prints_one_object_that_another_optimizer_can_read(
     (line,) = capsys.readouterr().out.splitlines()
     table = json.loads(line)
     assert table["rungs"]["shares"] == [1.0], "the time is enough for the whole grid"
+    assert table["tokens"] == sum(row["tokens"] for row in table["trials"]) > 0
     assert {"trial", "keys", "tokens", "loss", "error", "seconds", "ended"} <= table["trials"][0].keys()
     assert main([word for word in words if word != "--json"] + ["--budget", "9min"]) == 0
     printed = capsys.readouterr().out

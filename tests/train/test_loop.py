@@ -11,11 +11,15 @@ import pytest
 import torch
 from watching import RecipeFor, Silent, losses_of, notices_of, same, stop_at, weights
 
+from fake_nvml import Cuda, FakeNvml
 from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Interrupted, RecipeError
+from pronghorn.report import gpu_watch
 from pronghorn.report.account import account
+from pronghorn.report.gpu_log import GpuLog
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.run_stats import run_stats
 from pronghorn.report.stages import Stages
+from pronghorn.train import loop
 from pronghorn.train.checkpoint.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -83,6 +87,21 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     for file in ("training_state.safetensors", next(whole.checkpoint.glob("*model.safetensors")).name):
         assert (whole.checkpoint / file).read_bytes() == (parts.checkpoint / file).read_bytes()
     assert losses_of(parts.folder) == losses_of(whole.folder)
+
+
+def test_a_run_keeps_a_log_of_its_gpu_and_goes_on_in_it_when_it_is_resumed(
+    recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "cuda", Cuda())
+    monkeypatch.setattr(gpu_watch, "CDLL", lambda _: FakeNvml())
+    with pytest.raises(Interrupted):
+        train(recipe_for(train={"steps": 3}), display=stop_at(2))
+    result = train(recipe_for(train={"steps": 3}), display=Silent())
+    lines = [json.loads(line) for line in (result.folder / "gpu.jsonl").read_text().splitlines()]
+    assert {line["session"] for line in lines} == {1, 2}
+    assert len(lines) >= 4  # the first and the last of each session
+    assert GpuLog.of(result.folder).joules == 500 * (len(lines) - 2)
+    assert "<h3>GPU power, W</h3>" in (result.folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_finished_run_is_not_run_again_nor_touched_by_what_is_refused(recipe_for: RecipeFor) -> None:

@@ -20,9 +20,11 @@ from pronghorn.cli import (
     auditing,
     evaluating,
     exporting,
+    forking,
     launching,
     planning,
     profiling,
+    queueing,
     run_script,
     serving,
     starting,
@@ -107,7 +109,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     if not ours:
         return argparse.Namespace(verb=lambda _: parser.print_help(), json=False)
     verbs = _verbs(parser)
-    require_verb(ours, verbs, _verbs(verbs["data"]))
+    require_verb(ours, verbs, {group: _verbs(verbs[group]) for group in ("data", "queue")})
     arguments, left = parser.parse_known_args(ours)
     arguments.words, arguments.own_process, arguments.given = of_script, words is None, ours
     takes_keys = hasattr(arguments, "overrides")
@@ -172,18 +174,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     starting.options(one)
     starting.own_files(one)
+    forking.options(verb("fork", forking.fork, forking.TEXT))
     profiling.options(with_recipe(verb("profile", profile, profiling.TEXT)))
     sweeping.options(with_recipe(verb("sweep", sweep, sweeping.TEXT)))
     launching.options(with_recipe(verb("launch", launch, launching.TEXT)))
+
+    queueing.options(verbs, verb, _parse)
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
         one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
         return one
 
-    one = with_run(verb("eval", evaluate, evaluating.TEXT))
-    evaluating.options(one)
-    starting.own_rewards(one)
+    starting.own_rewards(evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT))))
     chat_options(with_run(verb("chat", chat, "chat with the trained model")))
     serving.options(verb("serve", serve, serving.TEXT))
     exporting.options(with_run(verb("export", export, exporting.TEXT)))
@@ -199,10 +202,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     studio.options(verb("studio", studio.studio, studio.TEXT))
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
-    one = verb("runs", runs, "list runs, or compare several")
+    _runs_options(verb("runs", runs, "list runs, or compare several"))
+    return parser
+
+
+def _runs_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("folders", nargs="*", help="runs to compare; without any, list all runs under --root")
     one.add_argument("--root", default="runs", help="folder to search (default: %(default)s)")
-    return parser
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -318,10 +324,11 @@ def launch(arguments: argparse.Namespace) -> None:
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:
     """`answers`: whether the model gives some, and not scores."""
+    from pronghorn.report.gpu_log import GpuLog
     from pronghorn.report.run_log import read_log
     from pronghorn.report.summary import summary
 
-    show(summary(read_log(folder)))
+    show(summary(read_log(folder), GpuLog.of(folder)))
     print(f"report:     {folder / 'report.html'}")
     if answers:
         print(f"chat:       {command('chat', str(folder))}")

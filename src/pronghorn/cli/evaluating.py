@@ -20,7 +20,7 @@ def own_metric(one: argparse.ArgumentParser) -> None:
     )
 
 
-def options(one: argparse.ArgumentParser) -> None:
+def options(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
     one.add_argument("--data", help="evaluate on this file instead of the run's held-out data")
     answers = one.add_argument_group("answers", "generated from held-out rows; defaults come from eval: in the run's recipe")
     answers.add_argument(
@@ -42,6 +42,7 @@ def options(one: argparse.ArgumentParser) -> None:
     harness.add_argument("--limit", type=int, metavar="N", help="use only the first rows of each task")
     harness.add_argument("--lm-eval-chat", action="store_true", help="apply the chat template to the questions")
     harness.add_argument("--lm-eval-path", type=Path, metavar="FOLDER", help="folder with your own task files")
+    return one
 
 
 def spec(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -27,9 +27,11 @@ def options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--to",
         metavar="A,B",
-        required=True,
         help=f"formats to write, separated by commas: {NAMES}; gguf and ollama with a type (gguf:q4_k_m): {', '.join(TYPES)} "
         f"(default: {TYPES[0]}); gguf:adapter, fp8:base",
+    )
+    one.add_argument(
+        "--sizes", action="store_true", help="only tell how large each export would be, and what cannot be written"
     )
     one.add_argument("--target", help="output folder; several formats get one subfolder each (default: RUN/export-A)")
     one.add_argument(
@@ -54,6 +56,11 @@ def export(
     arguments: argparse.Namespace, base_of: Callable[[Path], str], loading: Callable[[str], AbstractContextManager[None]]
 ) -> None:
     run, target = Path(arguments.run), Path(arguments.target) if arguments.target else None
+    if arguments.sizes:
+        _sizes(arguments, run)
+        return
+    if arguments.to is None:
+        arguments.parser.error("the following arguments are required: --to")
     with displaying(arguments, label=EXPORTING) as display, ticking(display.progress) as report:
         with importing():
             from pronghorn.export.job import Options
@@ -79,6 +86,16 @@ def export(
             why=failed[0].verdict.sentence,
             fix="do not use this export; export again, and report a bug if it happens again",
         )
+
+
+def _sizes(arguments: argparse.Namespace, run: Path) -> None:
+    with displaying(arguments, label="reading shapes"):
+        with importing():
+            from pronghorn.export.sizes import sizes
+            from pronghorn.report.number_format import size
+        found = sizes(run, arguments.checkpoint)
+    lines = [f"{one['to']:16} " + (one["refused"] or f"about {size(one['bytes'])}") for one in found]
+    say(arguments, {"sizes": found}, "\n".join(lines))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ VERBS = {
     "merge": "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
     "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data", "audit": "data audit", "dedup": "data audit", "decontaminate": "data audit",
+    "branch": "fork", "clone": "fork", "enqueue": "queue add", "schedule": "queue add", "jobs": "queue list",
     "tune": "sweep", "search": "sweep", "optimize": "sweep", "hpo": "sweep", "grid": "sweep",
     "submit": "launch", "sbatch": "launch", "slurm": "launch --slurm", "kubernetes": "launch --kubernetes",
     "skypilot": "launch --skypilot",
@@ -43,18 +44,18 @@ OPTIONS = {
 }
 
 
-def require_verb(words: Sequence[str], verbs: Collection[str], data_verbs: Collection[str]) -> None:
-    """The first word, and after `data` the second, is a verb; or an error with the one that was meant."""
+def require_verb(words: Sequence[str], verbs: Collection[str], groups: Mapping[str, Collection[str]]) -> None:
+    """The first word, and after the name of a group the second, is a verb; or an error with the one that was meant."""
     named = [word for word in words if not word.startswith("-")]
     if named and named[0] not in verbs:
         raise _unknown(named[0], verbs, "", named[1:])
-    if named[:1] == ["data"] and named[1:] and named[1] not in data_verbs:
-        raise _unknown(named[1], data_verbs, "data ", named[2:])
+    if named[1:] and named[1] not in groups.get(named[0], named):
+        raise _unknown(named[1], groups[named[0]], f"{named[0]} ", named[2:])
 
 
 def _unknown(word: str, verbs: Collection[str], group: str, rest: Sequence[str]) -> CommandError:
     if word.endswith((".yaml", ".yml")) and (group or not rest):
-        verb = "data show" if group else "train"
+        verb = {"data ": "data show", "queue ": "queue add train"}.get(group, "train")
         return CommandError(f"{word} is a file, not a command", fix=f"did you mean `pronghorn {verb} {word}`?")
     meant = "" if group else VERBS.get(word.lower(), "")
     close = difflib.get_close_matches(word.lower(), verbs, n=1, cutoff=0.6)
@@ -91,7 +92,7 @@ def unknown_words(left: Sequence[str], parser: argparse.ArgumentParser, takes_ke
 
 
 SUFFIXES = (".yaml", ".yml")
-AFTER = {"export": ("--to", "merged")}  # what a verb needs besides
+AFTER = {"export": ("--to", "merged"), "fork": ("runs/new", "--checkpoint", "100")}  # what a verb needs besides
 MOST_NAMED = 10
 READ = 20_000  # characters of a file, to see whether it is a recipe
 

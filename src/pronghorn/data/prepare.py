@@ -23,7 +23,8 @@ from pronghorn.data.read import clean
 from pronghorn.data.read.copies import Side, families
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.mixing import repeated
-from pronghorn.data.read.reading import Name, SourceCount, Stage, told_of_columns
+from pronghorn.data.read.reading import FIRST_BAD_ROWS, Name, SourceCount, Stage, bad_rows, told_of_columns
+from pronghorn.data.read.source_files import BadRow, excerpt
 from pronghorn.errors import DataError, counted
 from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe_objective import Rows as Wanted
@@ -192,8 +193,7 @@ def choose(
     chosen, mixed = repeated(in_units(rows.sources, table), keep[firsts])
     table = table.select_units(chosen) if mixed or not keep.all() else table
 
-    remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
-    remarks += [found.remark] if found is not None and found.remark else []
+    remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed, *([found.remark] if found and found.remark else [])]
     if rows.table.pairs is not None:
         nothing_learned = {"an empty answer": rows.empty, "identical answers": rows.identical}
         remarks += [f"left out {counted(count, unit)} with {what}" for what, count in nothing_learned.items() if count]
@@ -226,8 +226,7 @@ def choose(
     if no_loss and strict:
         parts = counted(len(learnt), unit) + " and pieces" * (split_into > 0)
         remarks.append(f"dropped {no_loss:,} of {parts}: no token carries loss")
-    if rows.bad:
-        remarks.append(f"{counted(rows.bad, 'bad row')} written to {rows.bad_rows_file}")
+    remarks += [f"{counted(rows.bad, 'bad row')} written to {rows.bad_rows_file}"] if rows.bad else []
     counts = Counts(
         read=rows.read, bad=rows.bad, exact_duplicates=exact, near_duplicates=near, junk=junk,
         too_long=affected, dropped_long=dropped_long, truncated=shortened, split_into=split_into,
@@ -235,7 +234,25 @@ def choose(
         loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=tuple(rows.sources),
         left_out=_left_out(rows.table, dropped),
     )  # fmt: skip
+    if strict and not answer and spec.bad_rows == "stop" and counts.kept:
+        _refuse_idle(table, limit, spec.long, capacity, rows.read)
     return Prepared(kept, counts, rows, tuple(remarks))
+
+
+def _refuse_idle(table: TokenTable, limit: int, long: str | None, capacity: int | None, read: int) -> None:
+    """A row (or group) without a token that carries loss is a bad row; a piece of a row that was split is none."""
+    whole = with_loss(table)
+    seen = with_loss(truncated(table, limit, capacity)) if long == "truncate" else whole
+    idle = first_rows(table)[~seen]
+    if not len(idle):
+        return
+    row, why, fix = int(idle[0]), "none of its tokens carries loss", "give it an answer that carries loss"
+    if whole[~seen][0]:
+        why = f"its answer begins after the first {limit:,} of {table.lengths[row]:,} tokens (data.long: truncate)"
+        fix = "raise data.max_length"
+    bad = [BadRow(table.where(i), f"the row trains nothing: {why}", excerpt(table.example_json(i)), fix)
+           for i in idle[: 1 + FIRST_BAD_ROWS].tolist()]  # fmt: skip
+    raise bad_rows(bad, len(idle), read, skipped="to leave such rows out")
 
 
 def _left_out(table: TokenTable, dropped: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:

@@ -69,7 +69,6 @@ class Scheme:
     quantize: Callable[[Tensor], StoredTensor]
     named: Callable[..., dict[str, Tensor]]  # a weight's parts, as files name them
     multiple: int  # a row's values, or the weight stays wide
-    bytes_each: float
     one_scale: bool = False  # of what is multiplied as one matrix
 
     def stored(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +103,6 @@ SCHEMES = {
         fp8_quantize,
         _fp8_names,
         1,
-        1.01,
     ),
     "nvfp4": Scheme(
         "nvfp4",
@@ -115,7 +113,6 @@ SCHEMES = {
         nvfp4_quantize,
         _nvfp4_names,
         BLOCK,
-        0.57,
         one_scale=True,
     ),
 }  # fmt: skip
@@ -182,19 +179,24 @@ def refuse(job: Job) -> None:
 
 
 def size(job: Job, kind: str) -> int:
-    return int(job.model_facts.parameters * SCHEMES[kind].bytes_each)
+    """From the shapes."""
+    return sum(tensor.nbytes for group in _packed(job, kind).layout for tensor in group.values())
 
 
-def write(job: Job, kind: str) -> None:
+def _packed(job: Job, kind: str) -> Compressed:
     scheme, dtype = SCHEMES[kind], _wide(job.dtype)
-    trained = job.recipe if job.variant != "base" else None
-    if trained is None:
-        storage = FORMATS[scheme.format]
-        source: Any = MergedWeights(job.recipe.model, storage, dtype, compute=job.dtype, device=torch.device("cpu"), to=storage)
+    if job.variant == "base":
+        storage, cpu = FORMATS[scheme.format], torch.device("cpu")
+        source: Any = MergedWeights(job.recipe.model, storage, dtype, compute=job.dtype, device=cpu, to=storage)
     else:
         original = job.options.base == "original"
         source = merging(job.checkpoint, job.recipe, dtype, original=original, to=FORMATS[scheme.format])
-    packed = Compressed(source, scheme, dtype)
+    return Compressed(source, scheme, dtype)
+
+
+def write(job: Job, kind: str) -> None:
+    packed = _packed(job, kind)
+    scheme, dtype, source = packed.scheme, packed.dtype, packed.source
     write_sharded(job.folder, packed, job.report, label="quantizing")
     write_config(source, job.folder, dtype)
     file = job.folder / "config.json"
@@ -202,10 +204,10 @@ def write(job: Job, kind: str) -> None:
     config["quantization_config"] = quantization_config(scheme, _short(packed.wide()))
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     job.copy_tokenizer()
-    if trained is None:
+    if job.variant == "base":
         (job.folder / ADAPTER).mkdir()
         copy_files(job.checkpoint, job.folder / ADAPTER)
-    if job.merged_onto and trained is not None:
+    elif job.merged_onto:
         job.facts["merged_onto"] = job.merged_onto
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 BLOCK = {"q3_K": 256, "q4_K": 256, "q5_K": 256, "q6_K": 256, "iq4_XS": 256}
 BLOCK |= {"iq4_NL": 32, "q4_0": 32, "q5_0": 32, "q5_1": 32, "q8_0": 32, "f16": 1}
+BITS = {"q3_K": 3.4375, "q4_K": 4.5, "q5_K": 5.5, "q6_K": 6.5625, "iq4_XS": 4.25, "iq4_NL": 4.5, "q4_0": 4.5, "q5_0": 5.5}
+BITS |= {"q5_1": 6.0, "q8_0": 8.5, "f16": 16.0, "bf16": 16.0, "f32": 32.0}  # of a weight, with its share of the scales
 # What a row that is no multiple of 256 gets; one that is no multiple of 32 gets f16.
 FALLBACK = {"q3_K": "iq4_NL", "iq4_XS": "iq4_NL", "q4_K": "q5_0", "q5_K": "q5_1", "q6_K": "q8_0"}
 

@@ -54,7 +54,7 @@ def export_run(
     """`target`: the folder of one export, or what holds several; None: RUN/export-NAME."""
     asked = asked_for(to)
     trained = TrainedRun(run, which)
-    places = [_place(run, target, one, len(asked)) for one in asked]
+    places = [place_of(run, target, one, len(asked)) for one in asked]
     try:
         return export_trained(trained, list(zip(asked, places, strict=True)), figures_of(run, trained), options, report, done)
     except KeyboardInterrupt as error:
@@ -68,7 +68,7 @@ def export_run(
         ) from error
 
 
-def _place(run: Path, target: Path | None, asked: AskedTarget, count: int) -> Path:
+def place_of(run: Path, target: Path | None, asked: AskedTarget, count: int) -> Path:
     if target is None:
         return run / f"export-{asked.name}"
     return target if count == 1 else target / asked.name

@@ -4,7 +4,8 @@ Facts and estimates are kept apart. What was reached and spent is in the log. Wh
 were not trained, at the run's own speed (without each session's first step, in which kernels are compiled). What the run would
 have reached with them, nobody knows, and nothing here says it.
 
-GPU seconds are wall-clock seconds of the run's process, start and loading included, times its GPUs.
+GPU seconds are wall-clock seconds of the run's process, start and loading included, times its GPUs. Energy is what gpu.jsonl
+says of the GPUs, which begins after loading.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from pronghorn.errors import counted
 from pronghorn.report import number_format
+from pronghorn.report.gpu_log import GpuLog
 from pronghorn.report.run_log import as_number, history, plain
 from pronghorn.report.run_stats import TRAINING, RunStats
 
@@ -50,6 +52,8 @@ class Account:
     tokens_per_second: float | None  # of the steps; None: too few
     not_spent: tuple[NotSpent, ...]
     averaged: str = ""  # whether the mean of the last weights was kept, and why
+    energy: float | None = None  # kWh, of the GPUs on the machine of rank 0
+    energy_gpus: int = 0
 
     @property
     def planned(self) -> float | None:
@@ -76,6 +80,8 @@ class Account:
             saved = "; ".join(map(_saved, self.not_spent))
             rate = f"{number_format.count(self.tokens_per_second)} tokens per second"
             told.append(("not spent", f"estimated at the run's own {rate}: planned {_took(self.planned, self.unit)}; {saved}"))
+        if self.energy is not None:
+            told.append(("energy", f"{number_format.energy(self.energy)} of {counted(self.energy_gpus, 'GPU')}, after loading"))
         if self.averaged:
             told.append(("average", self.averaged))
         if any(self.deciding.values()):
@@ -84,8 +90,8 @@ class Account:
         return told
 
 
-def account(run: RunStats, events: Sequence[dict[str, Any]]) -> Account | None:
-    """None for a log without a start. `events`: the whole log."""
+def account(run: RunStats, events: Sequence[dict[str, Any]], gpu: GpuLog | None = None) -> Account | None:
+    """None for a log without a start. `events`: the whole log. `gpu`: what was sampled beside it."""
     kept = history(events)
     start: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "start"), {})
     if not start:
@@ -105,6 +111,7 @@ def account(run: RunStats, events: Sequence[dict[str, Any]]) -> Account | None:
         training=gpus * sum(run.stages.get(stage, 0.0) for stage in TRAINING), deciding=deciding,
         tokens_per_second=rate, not_spent=tuple(_not_spent(run, kept, start, rate / gpus)) if rate else (),
         averaged=next((str(e.get("text", "")) for e in reversed(kept) if e["event"] == "average"), ""),
+        energy=gpu.kwh if gpu else None, energy_gpus=gpu.gpus if gpu else 0,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from pronghorn.report.account import account
 from pronghorn.report.advice import advise, remark, saving
 from pronghorn.report.answers import AnswerRow, read_answers
 from pronghorn.report.experts import experts_section
+from pronghorn.report.gpu_log import FIGURES, GpuLog
 from pronghorn.report.html_sections import (
     MOST_TEXT,
     account_section,
@@ -45,7 +46,7 @@ PILLS = {"done": "good", "early stop": "good", "running": "soft", "empty": "soft
 def write_html(folder: Path) -> Path:
     """Writes folder/report.html in one go: a reader sees the old page or the new one, never half of one."""
     target = folder / FILE_NAME
-    write_text(target, render_page(read_log(folder), folder.name, read_answers(folder)))
+    write_text(target, render_page(read_log(folder), folder.name, read_answers(folder), GpuLog.of(folder)))
     return target
 
 
@@ -60,7 +61,9 @@ def write_text(target: Path, text: str) -> None:
         raise
 
 
-def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Sequence[AnswerRow] = ()) -> str:
+def render_page(
+    events: Sequence[dict[str, Any]], name: str = "run", answers: Sequence[AnswerRow] = (), gpu: GpuLog | None = None
+) -> str:
     """`name`: for a log that does not say its own."""
     run, kept = run_stats(events), history(events)
     steps = [e for e in kept if e["event"] == "step"]
@@ -68,11 +71,11 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     start: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "start"), {})
     title = run.name or name
     body = [
-        _header(run, title, steps), _tiles(run, answers, steps), _plots(run, kept, steps, evals),
+        _header(run, title, steps), _tiles(run, answers, steps), _plots(run, kept, steps, evals), _gpu(gpu, steps),
         evaluations_section(evals, run.best_step), answers_section(answers), samples_section(kept),
         worst_rows_section(kept), data_section(start),
         _stages(run), memory_section(kept), cost_section(run, kept),
-        account_section(account(run, events)), experts_section(kept), _recipe(run), _notices(events),
+        account_section(account(run, events, gpu)), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
     ]  # fmt: skip
     running = f' data-updated="{run.last:.0f}"' if run.state == "running" and run.last is not None else ""
@@ -213,6 +216,18 @@ def _preference_plots(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str,
         Plot("Log-probability", line("chosen", "logps/chosen", "train") + line("rejected", "logps/rejected", "eval")),
     ]  # fmt: skip
     return [plot for plot in plots if plot.series]
+
+
+def _gpu(gpu: GpuLog | None, steps: Sequence[dict[str, Any]]) -> str:
+    """What the GPU did in each step. Evaluations and loading are no steps."""
+    if gpu is None or not gpu.times:
+        return ""
+    times, seconds = ([y for _, y in _column(steps, name)] for name in ("time", "seconds"))
+    plots = []
+    for name, (title, _, _) in FIGURES.items():
+        values = zip(_column(steps, "step"), gpu.by_step(name, times, seconds), strict=True)
+        plots.append(draw(Plot(title, _with_trend(name, [(x, y) for (x, _), y in values]), from_zero=True)))
+    return f'<h2>GPU</h2><div class="grid3">{"".join(plots)}</div>'
 
 
 def _stages(run: RunStats) -> str:

@@ -53,6 +53,11 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
+def energy(kwh: float) -> str:
+    """3.4 Wh · 0.42 kWh · 12.3 kWh"""
+    return f"{kwh:,.3g} kWh" if kwh >= 0.1 else f"{1000 * kwh:.3g} Wh"
+
+
 def percent(share: float) -> str:
     """71 % · 4.2 % · 0.31 %"""
     value = 100.0 * share

@@ -18,6 +18,7 @@ from pronghorn.errors import CommandError, DataError
 from pronghorn.recipe import flat
 from pronghorn.report import number_format, run_log
 from pronghorn.report.account import account
+from pronghorn.report.gpu_log import GpuLog
 from pronghorn.report.run_log import as_number, history, plain, read_log
 from pronghorn.report.run_stats import RunStats, run_stats
 
@@ -82,14 +83,14 @@ def _info(folder: Path) -> RunInfo:
     score = run.metrics[metric].best if metric else None
     if not metric and run.reward.last is not None:
         metric, score = "reward of rollouts", run.reward.last
-    books = account(run, events)
+    books = account(run, events, GpuLog.of(folder))
     return RunInfo(
         str(folder), run.name or folder.name, metric=metric, score=score, account=books.as_dict() if books else {}, **facts
     )
 
 
 # In the order in which a narrow terminal goes without them: `--json` has all.
-DISPENSABLE = ("last event", "spent", "model", "tokens/s", "method", "best eval")
+DISPENSABLE = ("last event", "energy", "spent", "model", "tokens/s", "method", "best eval")
 
 
 def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
@@ -141,6 +142,9 @@ class _RunsTable:
         }
         if any(run.metric for run in runs):
             columns["score"] = [Text(f"{run.metric} {number_format.score(run.score)}" if run.metric else "") for run in runs]
+        energies = [run.account.get("energy") for run in runs]
+        if _known(energies):
+            columns["energy"] = [Text("" if kwh is None else number_format.energy(kwh)) for kwh in energies]
         if any(run.ranks > 1 for run in runs):
             columns["ranks"] = [Text(f"{run.ranks}") for run in runs]
         return columns | {"last event": [Text(number_format.moment(run.when)) for run in runs]}
@@ -180,6 +184,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
             "best_score": [{name: one.best for name, one in run.metrics.items() if one.best is not None} for run in runs],
             "last_loss": [run.loss.last for run in runs],
             "best_eval": [run.evaluation.best for run in runs],
+            "energy": [GpuLog.of(folder).kwh for folder in folders],
             "best_eval_step": [run.evaluation.best_step for run in runs],
             **{
                 name: [getattr(run, name) for run in runs]
@@ -228,6 +233,9 @@ def comparison_table(comparison: dict[str, Any]) -> RenderableType:
     row("tokens per second", [number_format.count(value) for value in rates], _extreme(rates, 1))
     row("tokens", [number_format.count(value) for value in comparison["tokens"]])
     row("time", [number_format.duration(float(value)) for value in comparison["seconds"]])
+    if _known(comparison["energy"]):
+        energies = comparison["energy"]
+        row("energy", [number_format.MISSING if kwh is None else number_format.energy(kwh) for kwh in energies])
     row("state", comparison["state"])
     if _differ(comparison["device"]):
         row("device", comparison["device"])

@@ -17,6 +17,7 @@ from pronghorn.report.account import account
 from pronghorn.report.advice import advise, remark, saving
 from pronghorn.report.bars import STAGE_STYLES
 from pronghorn.report.experts import experts_line
+from pronghorn.report.gpu_log import GpuLog
 from pronghorn.report.ranks import ranks_line
 from pronghorn.report.run_log import history
 from pronghorn.report.run_stats import Curve, RunStats, ending, run_stats
@@ -24,8 +25,8 @@ from pronghorn.report.run_stats import Curve, RunStats, ending, run_stats
 SHOWN = 0.005  # seconds of a stage; less is 0.00 s
 
 
-def summary(events: Sequence[dict[str, Any]]) -> RenderableType:
-    """For a terminal of 80 columns or more."""
+def summary(events: Sequence[dict[str, Any]], gpu: GpuLog | None = None) -> RenderableType:
+    """For a terminal of 80 columns or more. `gpu`: as of `account`."""
     run, kept = run_stats(events), history(events)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -43,7 +44,7 @@ def summary(events: Sequence[dict[str, Any]]) -> RenderableType:
     for label, line in (("experts", experts_line(kept)), ("ranks", ranks_line(kept)), ("time", _time_line(run))):
         if line:
             table.add_row(label, Text(line))
-    books = account(run, events)
+    books = account(run, events, gpu)
     for label, line in books.lines() if books else ():
         table.add_row(label, Text(line))
     shown = [stage for stage, seconds in run.stages.items() if seconds >= SHOWN]

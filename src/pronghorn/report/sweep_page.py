@@ -24,6 +24,8 @@ def sweep_table(facts: Mapping[str, Any]) -> RenderableType:
     for row in _best_first(facts):
         style = "green" if row["trial"] == facts["winner"] else ""
         table.add_row(*(Text(cell, style=style) for cell in _cells(row)))
+    tokens, seconds = _spent(facts)
+    table.add_row("all", "", f"{tokens:,}", "", number_format.duration(seconds), "")
     return table
 
 
@@ -57,17 +59,23 @@ def _plot(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Plot:
 
 def _tiles(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     won = rows[0]
-    spent = sum(row["seconds"] for row in rows)
+    tokens, spent = _spent(facts)
     tiles = [
         ("winner", won["trial"], _keys(won)),
         ("held-out loss", number_format.figure(won["loss"]), f"± {number_format.figure(won['error'])}, after all steps"),
         ("trials", f"{len(rows)}", f"{len(facts['rungs']['shares'])} rungs"),
+        ("tokens", number_format.count(tokens), "read by all trials"),
         ("GPU time", number_format.duration(spent), f"{number_format.duration(facts['seconds'])} with loading"),
     ]
     return '<dl class="tiles">' + "".join(
         f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
         for label, value, more in tiles
     ) + "</dl>"  # fmt: skip
+
+
+def _spent(facts: Mapping[str, Any]) -> tuple[int, float]:
+    """Tokens that all trials read, decays and evaluations aside, and seconds of the GPU, those included."""
+    return sum(row["tokens"] for row in facts["trials"]), sum(row["seconds"] for row in facts["trials"])
 
 
 def _best_first(facts: Mapping[str, Any]) -> list[Mapping[str, Any]]:

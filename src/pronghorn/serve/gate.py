@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Collection
 from email.message import Message
 
 from pronghorn.serve.asked import SHOWN, RequestError
@@ -24,24 +25,25 @@ def is_loopback(name: str) -> bool:
         return False
 
 
-def require_known_names(headers: Message, version: str, *, local: bool) -> None:
-    """`local`: the server listens on loopback, where only names of loopback lead. Elsewhere any Host may lead here."""
+def require_known_names(headers: Message, version: str, *, local: bool, names: Collection[str] = ()) -> None:
+    """`local`: only names of loopback, and `names`, lead here. Otherwise any Host may."""
     hosts = headers.get_all("Host", [])
     if len(hosts) > 1 or (not hosts and version != "HTTP/1.0"):
         raise RequestError(f"{len(hosts)} Host headers instead of one")
-    host = _name(hosts[0]) if hosts else "localhost"
+    host = host_of(hosts[0]) if hosts else "localhost"
     if not host:
         raise RequestError(f"the Host header `{hosts[0][:SHOWN]}` is not a host name")
-    if local and not is_loopback(host):
-        raise RequestError(f"the Host header `{host[:SHOWN]}` does not name this machine's loopback interface", status=403)
+    if local and not (is_loopback(host) or host in names):
+        known = " or a name that was given" if names else ""
+        raise RequestError(f"the Host header `{host[:SHOWN]}` is not this machine's loopback interface{known}", status=403)
     for origin in headers.get_all("Origin", []):
         scheme, _, place = origin.partition("://")
-        name = _name(place) if scheme in ("http", "https") else ""
-        if not (is_loopback(name) or (not local and place == hosts[0])):
+        name = host_of(place) if scheme in ("http", "https") else ""
+        if not (is_loopback(name) or name in names or (not local and place == hosts[0])):
             raise RequestError(f"requests from web pages are not answered (Origin: {origin[:SHOWN]})", status=403)
 
 
-def _name(text: str) -> str:
+def host_of(text: str) -> str:
     """The host of `host:port`, in lower case and without brackets; empty: it is none."""
     found = NAME_AND_PORT.fullmatch(text.strip())
     return found[1].strip("[]").lower().removesuffix(".") if found else ""

@@ -31,11 +31,14 @@ from pronghorn.report.html_style import STYLE
 from pronghorn.report.run_log import plain
 from pronghorn.serve.asked import SHOWN, RequestError
 from pronghorn.small_files import read_small_text
-from pronghorn.studio import control, live, questions, recipes, talk
+from pronghorn.studio import control, live, preferences, questions, recipes, rollouts, talk
 from pronghorn.studio.gate import LARGEST_FILE, POLICY_OF_REPORTS, UPLOAD, Gate, Keys, as_json, refused
 from pronghorn.studio.jobs import FOLDER, Jobs, Worker
 from pronghorn.studio.library import Library, write_notes
+from pronghorn.studio.openapi import described
 from pronghorn.studio.places import DATA, Places
+from pronghorn.studio.queue import Queue
+from pronghorn.train.run.run_folder import RECIPE_NAME
 from pronghorn.yaml_file import LARGEST
 
 MOST_STREAMS = 32
@@ -43,7 +46,8 @@ MOST_ANSWERS = 200
 PAGES = ("report.html", "audit.html", "sweep.html")
 SWEPT = re.compile(r"(train|lora)\.[a-z_]+=[0-9A-Za-z.,+-]+")
 SAID = TypeAdapter(questions.Say)
-QUESTIONS = {"plan": "plan", "rows": "data show", "stats": "data stats"}
+KEY = re.compile(r"(train|eval|checkpoint|memory|health)(\.[a-z_]+)+=[0-9A-Za-z.,+-]+")
+QUESTIONS = {"ready": "check", "plan": "plan", "rows": "data show", "stats": "data stats"}
 
 
 class Studio:
@@ -52,23 +56,29 @@ class Studio:
     def __init__(self, places: Places, folders: list[Path], keys: Keys, port: Callable[[], int]) -> None:
         self.places, self.library, self.jobs = places, Library(places, folders), Jobs(places.home)
         self.worker, self.talks = Worker(places.home), talk.Talks(self.jobs)
+        self.queue = Queue(places.home, self.jobs)
         self._streams = threading.BoundedSemaphore(MOST_STREAMS)
         self._static = _static_files()
         reading: dict[str, Callable[[Request], Any]] = {
             "/api/about": self.about, "/api/runs": self.runs, "/api/overlay": self.overlay, "/api/files": self.files,
-            "/api/differences": self.differences, "/api/answers": self.answers, "/api/fields": lambda _: recipes.fields(),
+            "/api/differences": self.differences, "/api/rollouts": self.rollouts, "/api/answers": self.answers,
+            "/api/fields": lambda _: recipes.fields(),
             "/api/recipe": lambda request: recipes.load(places, request.query_params.get("file")),
-            "/api/jobs": lambda _: self.jobs.all(),
+            "/api/jobs": lambda _: self.jobs.all(), "/api/queue": lambda _: self.queue.listed(),
             "/api/job": lambda request: self.jobs.one(request.query_params.get("id"), with_output=True),
         }  # fmt: skip
         writing: dict[str, Callable[[Any], Any]] = {
             "/api/stop": self.stop, "/api/resume": self.resume, "/api/notes": self.notes, "/api/start": self.start,
             "/api/export": self.export, "/api/ask": self.ask, "/api/job/stop": self.stop_job, "/api/recipe/read": self.read,
             "/api/recipe/edit": self.edit, "/api/recipe/new": self.new, "/api/talk": self.open_talk,
-            "/api/recipe/save": self.save,
+            "/api/recipe/save": self.save, "/api/recipe/differences": self.against, "/api/fork": self.fork,
+            "/api/sizes": self.sizes, "/api/prefer": self.prefer, "/api/queue/move": self.move,
+            "/api/queue/cancel": self.cancel,
         }  # fmt: skip
+        bodies = {path: questions.question_of(function) for path, function in writing.items()} | {"/api/talk/say": SAID}
+        reading["/api/openapi.json"] = lambda _: described(routes, bodies, {**reading, **writing}, f"pronghorn-studio-{port()}")
         routes = [Route(path, _reading(function)) for path, function in reading.items()]
-        routes += [Route(path, _writing(function), methods=["POST"]) for path, function in writing.items()]
+        routes += [Route(path, _writing(function, bodies[path]), methods=["POST"]) for path, function in writing.items()]
         routes += [
             Route(UPLOAD, self.upload, methods=["POST"]), Route("/api/live", self.live), Route("/page", self.page),
             Route("/api/talk/say", self.say, methods=["POST"]), Route("/{path:path}", self.static),
@@ -125,6 +135,11 @@ class Studio:
         wrong_first = sorted(rows, key=lambda row: sum(row.scores.values()))
         return [plain(asdict(row)) for row in wrong_first[:MOST_ANSWERS]]
 
+    def rollouts(self, request: Request) -> Any:
+        ask = request.query_params
+        wanted = rollouts.Wanted.of(*map(ask.get, ("text", "low", "high", "sort")))
+        return rollouts.rollouts(self.library.reader(ask.get("run")).folder, wanted)
+
     async def live(self, request: Request) -> ASGIApp:
         try:
             reader = await run_in_threadpool(self.library.reader, request.query_params.get("run"))
@@ -142,6 +157,12 @@ class Studio:
     def stop_job(self, given: questions.OfJob) -> dict[str, Any]:
         return self.jobs.stop(given["id"])
 
+    def move(self, given: questions.Move) -> dict[str, Any]:
+        return self.queue.move(given["id"], given["to"])
+
+    def cancel(self, given: questions.OfJob) -> dict[str, Any]:
+        return self.queue.cancel(given["id"])
+
     def _starting(self, run: object) -> dict[str, Any] | None:
         """The command that trains this run and holds no lock yet: it imports its libraries."""
         of_it = [job for job in self.jobs.all() if job["running"] and job["verb"] == "train" and job["about"] == run]
@@ -152,6 +173,9 @@ class Studio:
         reader = self.library.read(given["run"])
         if control.holder(reader.folder) is not None:
             raise RequestError("the run is running", status=409)
+        if (own := reader.folder / RECIPE_NAME).is_file():  # of `pronghorn fork`: the log has the keys of before
+            self.places.require_recipe_inside(parse_recipe(read_small_text(own, LARGEST), name=own.name))
+            return self.jobs.start("train", [self.places.word(own)], self.places.name(reader.folder))
         try:
             recipe = Recipe.model_validate(_without_nothing(reader.stats().recipe))
         except ValueError:
@@ -179,6 +203,17 @@ class Studio:
                 return path
         return None
 
+    def fork(self, given: questions.Fork) -> dict[str, Any]:
+        """A new run from a checkpoint of another; it is resumed like any other."""
+        folder, new = self.library.reader(given["run"]).folder, self.places.inside(given["output"])
+        words = given.get("keys", "").split()
+        if wrong := [word for word in words if not KEY.fullmatch(word)]:
+            raise RequestError(f"`{wrong[0][:SHOWN]}` is not a key that changes from here, such as train.lr=1e-4")
+        if new.exists():
+            raise RequestError(f"{self.places.name(new)} exists; choose another folder", status=409)
+        words = [self.places.word(folder), self.places.word(new), *words, "--checkpoint", str(given["step"])]
+        return self.jobs.start("fork", words, self.places.name(new))
+
     def notes(self, given: questions.Notes) -> dict[str, Any]:
         return write_notes(self.library.reader(given["run"]).folder, given.get("note", ""), given.get("tags", []))
 
@@ -194,6 +229,9 @@ class Studio:
     def save(self, given: questions.Save) -> dict[str, Any]:
         return recipes.save(self.places, given["file"], given["text"], given.get("version"))
 
+    def against(self, given: questions.Compare) -> dict[str, Any]:
+        return self.library.against(given["run"], parse_recipe(given["text"]))
+
     def new(self, given: questions.New) -> dict[str, Any]:
         model, data, output = given.get("model") or "", given.get("data") or [], given.get("output") or "runs/my"
         text = recipes.started(model, data, given.get("method"), output)
@@ -207,7 +245,7 @@ class Studio:
         asked = {key: given.get(key) for key in ("question", "gpu", "longest", "first", "search", "name")}
         found = self.worker.ask({**asked, "recipe": text, "set": changes})
         file, gpu = given.get("file") or "my.yaml", given.get("gpu")
-        more = ["--gpu", gpu] if gpu else []
+        more = [*(["--gpu", gpu] if gpu else []), *(["--longest"] if given.get("longest") else [])]
         more += ["--row", str(given.get("first", 0) + 1)] if question == "rows" else []
         return {**found, "command": command(*QUESTIONS[question].split(), file, *changes, *more)}
 
@@ -215,8 +253,8 @@ class Studio:
         verb, path = given.get("verb", "train"), self.places.inside(given["file"])
         recipe = parse_recipe(recipes.load(self.places, given["file"])["text"], name=self.places.name(path))
         self.places.require_recipe_inside(recipe)
-        folder, words = self.places.inside(recipe.output), [self.places.word(path)]
-        if verb == "train" and (control.holder(folder) is not None or self._starting(self.places.name(folder))):
+        folder, words, queued = self.places.inside(recipe.output), [self.places.word(path)], given.get("queue", False)
+        if verb == "train" and not queued and (control.holder(folder) is not None or self._starting(self.places.name(folder))):
             raise RequestError(
                 f"another run uses {self.places.name(folder)}; wait for it, or choose another output", status=409
             )
@@ -225,14 +263,19 @@ class Studio:
         if verb == "sweep":
             words += _swept(given.get("keys", ""))
         if kind := {"data audit": "audit", "sweep": "sweep"}.get(verb):
-            words += ["-o", self.places.word(folder.with_name(f"{folder.name}-{kind}"))]
-        return self.jobs.start(verb, words, self.places.name(folder))
+            folder = folder.with_name(f"{folder.name}-{kind}")
+            words += ["-o", self.places.word(folder)]
+        return (self.queue.add if queued else self.jobs.start)(verb, words, self.places.name(folder))
 
     def export(self, given: questions.Export) -> dict[str, Any]:
         folder, to = self.library.reader(given["run"]).folder, given["to"]
         if not talk.TARGET.fullmatch(to):
             raise RequestError("that is no format of an export")
         return self.jobs.start("export", [self.places.word(folder), "--to", to], self.places.name(folder))
+
+    def sizes(self, given: questions.OfRun) -> dict[str, Any]:
+        """The command that tells how large each export would be; it writes nothing."""
+        return self.jobs.start("export", [self.places.word(self.library.reader(given["run"]).folder), "--sizes", "--json"])
 
     async def upload(self, request: Request) -> Response:
         """A file of data that was dropped on the page: written whole, beside no other of its name."""
@@ -257,6 +300,9 @@ class Studio:
     def open_talk(self, given: questions.OfRun) -> dict[str, Any]:
         folder = self.library.reader(given["run"]).folder
         return self.talks.open(self.places.word(folder), self.places.name(folder))
+
+    def prefer(self, given: questions.Prefer) -> dict[str, Any]:
+        return preferences.prefer(self.places, given["prompt"], given["chosen"], given["rejected"])
 
     async def say(self, request: Request) -> ASGIApp:
         try:
@@ -291,9 +337,7 @@ def _reading(function: Callable[[Request], Any]) -> Callable[[Request], Awaitabl
     return answer
 
 
-def _writing(function: Callable[[Any], Any]) -> Callable[[Request], Awaitable[Response]]:
-    kind = questions.question_of(function)
-
+def _writing(function: Callable[[Any], Any], kind: TypeAdapter[Any]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         body = await request.body()
         return await _answered(lambda text: function(questions.checked(kind, _body(text))), body)

@@ -43,6 +43,14 @@ def holder(folder: Path) -> int | None:
     return None
 
 
+def paused(pid: int) -> bool:
+    """By SIGSTOP or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
 def stop(folder: Path) -> int:
     """Ctrl-C for the run: it finishes its step, saves and ends. The process is held while the lock is looked at once more."""
     pid = holder(folder)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -25,9 +26,10 @@ from pronghorn.serve.asked import RequestError
 from pronghorn.small_files import read_small
 
 FOLDER, ABOUT, OUTPUT = ".studio", "job.json", "output.txt"
-VERBS = ("train", "check", "data audit", "sweep", "export", "eval", "serve", "demo")
+VERBS = ("train", "check", "data audit", "sweep", "fork", "export", "eval", "serve", "demo")
 MOST_OUTPUT = 64_000  # bytes of the end that are shown
 MOST_JOBS = 200
+NAME = re.compile(r"[0-9a-f-]{1,40}")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -36,16 +38,22 @@ class Jobs:
         self.home, self._folder, self._lock = home, home / FOLDER / "jobs", threading.Lock()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, verb: str, words: Sequence[str], about: str = "") -> dict[str, Any]:
-        """`about`: the run's folder or the file that it is about."""
+    def start(self, verb: str, words: Sequence[str], about: str = "", queued: str = "") -> dict[str, Any]:
+        """`about`: the folder that it writes to or reads. `queued`: the name it has in the queue; the child writes job.json
+        itself before it becomes the command, so a worker that is killed meanwhile leaves either none or a whole one."""
         if verb not in VERBS:
             raise RequestError(f"{verb} is not started from here")
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        name = queued or new_name()
         place = self._folder / name
         typed = [*verb.split(), *words]
+        facts = {"id": name, "verb": verb, "command": command(*typed), "about": about, "exit": None, "began": time.time()}
+
+        def write(pid: int) -> None:
+            write_json(place / ABOUT, {**facts, "pid": pid, "born": _born(pid)})
+
         try:
-            place.mkdir(parents=True)
-            with (place / OUTPUT).open("wb") as output:
+            place.mkdir(parents=True, exist_ok=bool(queued))
+            with (place / OUTPUT).open("ab") as output:
                 child = subprocess.Popen(
                     [sys.executable, "-m", "pronghorn.cli", *typed],
                     cwd=self.home,
@@ -55,13 +63,11 @@ class Jobs:
                     start_new_session=True,  # no Ctrl-C of this terminal, no hang-up
                     close_fds=True,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"},
+                    preexec_fn=(lambda: write(os.getpid())) if queued else None,  # noqa: PLW1509 - that worker has one thread
                 )
-            facts = {
-                "id": name, "verb": verb, "command": command(*typed), "about": about, "pid": child.pid, "exit": None,
-                "began": time.time(), "born": _born(child.pid),
-            }  # fmt: skip
-            _write(place / ABOUT, facts)
-        except OSError as error:
+            if not queued:
+                write(child.pid)
+        except (OSError, subprocess.SubprocessError) as error:
             raise RequestError(f"cannot start it: {error}", status=500) from None
         with self._lock:
             self._children[name] = child
@@ -73,10 +79,11 @@ class Jobs:
             names = sorted((one.name for one in self._folder.iterdir()), reverse=True)[:MOST_JOBS]
         except OSError:
             return []
-        return [facts for name in names if (facts := self._read(name))]
+        found = [facts for name in names if (facts := self._read(name))]
+        return sorted(found, key=lambda facts: -float(facts["began"]))  # names from the queue are older than their commands
 
     def one(self, name: object, *, with_output: bool = False) -> dict[str, Any]:
-        facts = self._read(name) if isinstance(name, str) and re.fullmatch(r"[0-9a-f-]{1,40}", name) else None
+        facts = self._read(name) if isinstance(name, str) and NAME.fullmatch(name) else None
         if facts is None:
             raise RequestError("there is no such job", status=404)
         if with_output:
@@ -110,11 +117,23 @@ class Jobs:
             raise RequestError("it has ended already", status=409) from None
         return self.one(name)
 
+    def wait(self, name: str) -> None:
+        """Until it has ended: a child, or a command that a worker before this one started."""
+        facts = self.one(name)
+        with suppress(ProcessLookupError):
+            process = os.pidfd_open(facts["pid"])
+            try:
+                if _born(facts["pid"]) == facts["born"]:
+                    select.select([process], [], [])
+            finally:
+                os.close(process)
+        self.one(name)  # writes a child's exit code
+
     def _read(self, name: str) -> dict[str, Any] | None:
         place = self._folder / name / ABOUT
         try:
             facts = json.loads(read_small(place))
-            pid, born = int(facts["pid"]), facts["born"]
+            pid, born, _ = int(facts["pid"]), facts["born"], float(facts["began"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         with self._lock:
@@ -122,13 +141,17 @@ class Jobs:
             if child is not None and facts["exit"] is None and child.poll() is not None:
                 facts["exit"] = child.returncode if child.returncode >= 0 else 128 - child.returncode
                 with suppress(OSError):
-                    _write(place, facts)
+                    write_json(place, facts)
                 del self._children[name]
         facts["running"] = facts["exit"] is None and born != "" and _born(pid) == born
         return dict(facts)
 
 
-def _write(path: Path, facts: dict[str, Any]) -> None:
+def new_name() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def write_json(path: Path, facts: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.tmp")
     beside.write_text(json.dumps(facts), encoding="utf-8")
     beside.replace(path)
@@ -181,7 +204,10 @@ class Worker:
             if not line:
                 process.kill()
                 process.wait()
-                return {"problems": [{"what": "no answer", "why": f"it ended, or took more than {seconds:.0f} s", "fix": ""}]}
+                return {
+                    "unanswered": True,
+                    "problems": [{"what": "no answer", "why": f"it ended, or took more than {seconds:.0f} s", "fix": ""}],
+                }
         found: dict[str, Any] = json.loads(line)
         return found
 

@@ -10,12 +10,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import PronghornError
-from pronghorn.recipe import flat
+from pronghorn.recipe import Recipe, flat
 from pronghorn.report.plots import Point, smooth, thin
 from pronghorn.report.run_log import FILE_NAME, plain
 from pronghorn.report.run_stats import RunStats
@@ -119,7 +119,11 @@ class Library:
             metric, score = "reward of rollouts", run.reward.last
         names = ("model", "method", "state", "step", "steps", "tokens", "tokens_per_second", "ranks", "seconds", "device")
         row: dict[str, Any] = {name: getattr(run, name) for name in names}
-        row |= {"folder": self.places.name(reader.folder), "name": run.name or reader.folder.name, "when": run.last}
+        row |= {
+            "folder": self.places.name(reader.folder),
+            "name": run.name or reader.folder.name,
+            "when": run.last if math.isfinite(run.last or 0) else None,
+        }
         row |= {"last_loss": run.loss.last, "best_eval": run.evaluation.best, "metric": metric, "score": score}
         row |= {"money": run.money, "gpu_hours": run.gpu_hours, "partial": reader.partial, "output": run.recipe.get("output")}
         result: dict[str, Any] = plain(row)
@@ -171,10 +175,11 @@ class Library:
 
     def differences(self, names: Sequence[str]) -> dict[str, Any]:
         """Keys of the recipes that differ, each with its value in every run."""
-        recipes = [flat(self._started(self.reader(name)).recipe) for name in names[:MOST_OVER_EACH_OTHER]]
-        keys = sorted({key for recipe in recipes for key in recipe} - {"output"})
-        values = {key: [recipe.get(key) for recipe in recipes] for key in keys}
-        return {key: plain(row) for key, row in values.items() if any(one != row[0] for one in row)}
+        return differing([self._started(self.reader(name)).recipe for name in names[:MOST_OVER_EACH_OTHER]])
+
+    def against(self, name: str, recipe: Recipe) -> dict[str, Any]:
+        """The same of a run and of a recipe that is being written."""
+        return differing([self._started(self.reader(name)).recipe, recipe.model_dump(mode="json")])
 
     @staticmethod
     def _started(reader: LogReader) -> RunStats:
@@ -189,8 +194,16 @@ class Library:
             return self._readers[folder]
 
 
+def differing(recipes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Keys that differ, each with its value in every recipe."""
+    values = [flat(recipe) for recipe in recipes]
+    rows = {key: [one.get(key) for one in values] for key in sorted({key for one in values for key in one} - {"output"})}
+    return {key: plain(row) for key, row in rows.items() if any(one != row[0] for one in row)}
+
+
 def columns(points: Sequence[Point]) -> dict[str, list[float]]:
-    return {"x": [float(f"{x:.8g}") for x, _ in points], "y": [float(f"{y:.6g}") for _, y in points]}
+    found = [(float(f"{x:.8g}"), float(f"{y:.6g}")) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return {"x": [x for x, _ in found], "y": [y for _, y in found]}
 
 
 def jsonable(values: Iterable[float]) -> list[float | None]:

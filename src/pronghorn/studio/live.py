@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,8 @@ from pronghorn.recipe import flat
 from pronghorn.report.plots import thin
 from pronghorn.report.run_log import as_number, plain
 from pronghorn.report.run_stats import RunStats
-from pronghorn.studio.control import checkpoints, holder
+from pronghorn.studio.control import checkpoints, holder, paused
+from pronghorn.studio.exports import exports
 from pronghorn.studio.library import MOST_POINTS, columns, jsonable, read_notes
 from pronghorn.studio.log_reader import LogReader
 
@@ -27,6 +29,7 @@ FACTS_EVERY = 1.0
 PULSE = 15.0  # seconds of silence after which a line without meaning shows that the line stands
 CURVES = ("loss", "grad_norm", "lr", "rate")
 LAST_STEPS = 50  # whose seconds tell how long the rest takes
+SILENT = 60.0  # seconds without a line, or as long as 20 steps, after which the page says so
 MOST_TEXT = 4000  # letters of an answer
 RESUMABLE = ("interrupted", "cut off", "error", "health stop", "early stop")
 
@@ -66,14 +69,14 @@ async def events(reader: LogReader) -> AsyncIterator[str]:
 
 def _curves(reader: LogReader) -> tuple[int, dict[str, Any]]:
     with reader.lock:
-        found = {name: columns(thin(reader.points(name), MOST_POINTS)) for name in (*CURVES, *reader.figures)}
+        found = {name: columns(thin(reader.points(name), MOST_POINTS)) for name in (*CURVES, *reader.more)}
         return reader.rows, found
 
 
 def _more(reader: LogReader, start: int) -> tuple[int, dict[str, Any]]:
     with reader.lock:
         steps = jsonable(reader.columns["step"][start:])
-        found = {name: {"x": steps, "y": jsonable(reader.column(name, start))} for name in (*CURVES, *reader.figures)}
+        found = {name: {"x": steps, "y": jsonable(reader.column(name, start))} for name in (*CURVES, *reader.more)}
         return reader.rows, found
 
 
@@ -93,16 +96,19 @@ def facts(reader: LogReader) -> dict[str, Any]:
     }
     shown |= {
         "state": state, "pid": pid, "left": left, "money": run.money, "money_left": _money_left(run, left), "last": run.last,
+        **(_silence(reader.path, pid, seconds) if pid is not None else {"paused": False, "silent": None}),
+        "energy": reader.gpu.kwh,
         "loss": asdict(run.loss), "evaluation": asdict(run.evaluation), "reward": asdict(run.reward),
         "metrics": {name: asdict(one) for name, one in run.metrics.items()},
         "stages": {name: value for name, value in run.stages.items() if value > 0},
-        "checkpoints": saved, "resumable": bool(saved) and state in RESUMABLE,
+        "checkpoints": saved, "exports": exports(reader.folder), "resumable": bool(saved) and state in RESUMABLE,
         "evals": [{key: e.get(key) for key in ("step", "loss", "metrics")} for e in kept["eval"]],
         "samples": _texts(kept["samples"]), "generations": _texts(kept["eval"][-1:]),
         "notices": [{"time": e.get("time"), "text": str(e.get("text", ""))[:MOST_TEXT]} for e in notices[-100:]],
         "memory": [kept["plan"][-1:], kept["measured"][-1:]], "bad_lines": reader.bad_lines,
         "sessions": [asdict(one) for one in run.sessions[-20:]], "recipe": flat(run.recipe),
-        "answers": _mark(reader), "report": (reader.folder / "report.html").is_file(), **read_notes(reader.folder),
+        "answers": _written(reader.folder / "answers.jsonl"), "report": (reader.folder / "report.html").is_file(),
+        **read_notes(reader.folder),
     }  # fmt: skip
     result: dict[str, Any] = plain(shown)
     return result
@@ -112,10 +118,17 @@ def _money_left(run: RunStats, left: float | None) -> float | None:
     return None if run.price is None or left is None else run.price * run.gpus * left / 3600.0
 
 
-def _mark(reader: LogReader) -> float:
-    """Changes with answers.jsonl."""
+def _silence(log: Path, pid: int, seconds: list[float]) -> dict[str, Any]:
+    """Since when a run that is there has written nothing, where that is long, or its process is paused."""
+    written, stands = _written(log), paused(pid)
+    long = time.time() - written > max(SILENT, 20 * median(seconds or [0.0]))
+    return {"paused": stands, "silent": written if stands or long else None}
+
+
+def _written(file: Path) -> float:
+    """When; 0: it is not there."""
     try:
-        return (reader.folder / "answers.jsonl").stat().st_mtime
+        return file.stat().st_mtime
     except OSError:
         return 0.0
 
@@ -124,7 +137,8 @@ def _texts(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the model wrote, cut: of rollouts (`samples`) and of evaluations (`generations`)."""
     found = []
     for event in events:
-        for one in event.get("shown") or event.get("generations") or []:
+        shown = event.get("shown") or event.get("generations")
+        for one in shown if isinstance(shown, list) else []:
             if isinstance(one, dict):
                 cut = {str(key): value[:MOST_TEXT] if isinstance(value, str) else value for key, value in one.items()}
                 found.append({"step": as_number(event.get("step")), **cut})

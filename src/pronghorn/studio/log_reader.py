@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pronghorn.report.gpu_log import FIGURES, GpuLog
 from pronghorn.report.plots import Point
 from pronghorn.report.run_log import FILE_NAME, as_number, parse_event
 from pronghorn.report.run_stats import Curve, RunStats, run_stats
@@ -43,7 +44,7 @@ class LogReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path, self.lock = folder, folder / FILE_NAME, threading.RLock()
-        self.generation = 0
+        self.generation, self.gpu = 0, GpuLog(folder)
         self._forget()
 
     def _forget(self) -> None:
@@ -60,6 +61,11 @@ class LogReader:
     @property
     def rows(self) -> int:
         return len(self.columns["step"])
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """Figures of the steps that not every run has."""
+        return (*self.figures, *(name for name in FIGURES if self.gpu.times))
 
     # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -84,7 +90,7 @@ class LogReader:
                 self._feed(whole)
                 self.offset += len(whole)
                 self._tail = (self._tail + whole)[-TAIL:]
-            if self.offset != before:
+            if self.gpu.refresh() or self.offset != before:
                 self.drawn.clear()
             return self.offset != before
 
@@ -152,7 +158,10 @@ class LogReader:
 
     def _add_figures(self, event: dict[str, Any]) -> None:
         for name in event.keys() - USUAL:
-            value = as_number(event[name])
+            try:
+                value = as_number(event[name])
+            except OverflowError:  # a number of 400 digits
+                continue
             if name not in self.figures and (len(self.figures) >= MOST_FIGURES or not math.isfinite(value)):
                 continue
             column = self.figures.setdefault(name, array("d"))
@@ -190,10 +199,10 @@ class LogReader:
             rewards = list(zip(figures.get("reward", ()), steps, strict=False))
             return replace(
                 run,
-                step=max(run.step, int(steps[-1]) if steps else 0),
+                step=max(run.step, _last(steps)),
                 loss=_curve(losses, min),
                 reward=_curve([pair for pair in rewards if not math.isnan(pair[0])], max),
-                tokens=int(self.columns["seen_tokens"][-1]) if steps else 0,
+                tokens=_last(self.columns["seen_tokens"]),
                 tokens_per_second=sum(self.columns["tokens"]) / spent if spent > 0 else 0.0,
                 sessions=tuple(replace(one, steps=self.steps_of.get(one.number, 0)) for one in run.sessions),
             )
@@ -203,12 +212,17 @@ class LogReader:
             if name == "rate":
                 pairs = zip(self.columns["tokens"][start:], self.columns["seconds"][start:], strict=True)
                 return [tokens / seconds if seconds > 0 else NAN for tokens, seconds in pairs]
+            if name in FIGURES:
+                return self.gpu.by_step(name, self.columns["time"][start:], self.columns["seconds"][start:])
             found = self.columns.get(name, self.figures.get(name, array("d")))[start:]
             return [*found, *([NAN] * (self.rows - start - len(found)))]
 
     def points(self, name: str, x: str = "step") -> list[Point]:
-        """A figure of the steps, or of the evaluations (`eval`), over steps, tokens or hours; without what is not a number."""
+        """A figure of the steps, or of the evaluations (`eval`), over steps, tokens, hours or cost; without what is not a
+        number. Nothing over the cost of a run without a price."""
         with self.lock:
+            if x == "cost" and run_stats(self.events).price is None:
+                return []
             if name == "eval":
                 kept = [(as_number(e.get("step")), as_number(e.get("loss"))) for e in self.kept("eval")]
                 return [(self._place(step, x), loss) for step, loss in kept if math.isfinite(loss)]
@@ -227,14 +241,17 @@ class LogReader:
         return found
 
     def _axis(self, x: str) -> Sequence[float]:
+        """Hours and cost (USD, at the price that the log has) are of the steps, without loading and evaluations."""
         if x == "tokens":
             return self.columns["seen_tokens"]
-        if x != "hours":
+        if x not in ("hours", "cost"):
             return self.columns["step"]
+        run = run_stats(self.events)
+        an_hour = run.gpus * (run.price or 0.0) if x == "cost" else 1.0
         total, axis = 0.0, array("d")
         for one in self.columns["seconds"]:
             total += one if math.isfinite(one) else 0.0
-            axis.append(total / 3600.0)
+            axis.append(total / 3600.0 * an_hour)
         return axis
 
     def _place(self, step: float, x: str) -> float:
@@ -243,8 +260,13 @@ class LogReader:
         return step if x == "step" else axis[i - 1] if (i := bisect_right(steps, step)) else 0.0
 
 
+def _last(column: Sequence[float]) -> int:
+    """A line of a step may lack a figure."""
+    return int(column[-1]) if column and math.isfinite(column[-1]) else 0
+
+
 def _curve(values: Sequence[tuple[float, float]], best: Callable[..., Any]) -> Curve:
-    finite = [pair for pair in values if math.isfinite(pair[0])]
+    finite = [pair for pair in values if math.isfinite(pair[0]) and math.isfinite(pair[1])]
     chosen = best(finite, key=lambda pair: pair[0], default=None)
     if not values:
         return Curve()

@@ -12,6 +12,9 @@ from typing_extensions import TypedDict  # typing's own is refused by pydantic b
 from pronghorn.serve.asked import SHOWN, RequestError
 
 closed = with_config(ConfigDict(extra="forbid", strict=True))  # no other keys, and no number where a text belongs
+# In the API's description, the text of a recipe is known by the recipe's own models.
+OF_RECIPE = {"contentMediaType": "application/yaml", "contentSchema": {"$ref": "#/components/schemas/Recipe"}}
+RecipeText = Annotated[str, Field(json_schema_extra=OF_RECIPE)]  # type: ignore[arg-type]
 Row = Annotated[int, Field(ge=0, le=10**12)]
 
 
@@ -26,6 +29,12 @@ class OfJob(TypedDict):
 
 
 @closed
+class Move(TypedDict):
+    id: str
+    to: Annotated[int, Field(ge=1, le=10**6)]  # its place among the commands that wait
+
+
+@closed
 class Notes(TypedDict):
     run: str
     note: NotRequired[str]
@@ -37,7 +46,8 @@ class Start(TypedDict):
     file: str  # the recipe's
     verb: NotRequired[Literal["train", "check", "data audit", "sweep"]]
     fresh: NotRequired[bool]
-    keys: NotRequired[str]  # of a sweep: train.lr=1e-4,1e-3 lora.r=8,16
+    keys: NotRequired[Annotated[str, Field(max_length=4096)]]  # of a sweep: train.lr=1e-4,1e-3 lora.r=8,16
+    queue: NotRequired[bool]  # it waits for the GPU
 
 
 @closed
@@ -47,9 +57,30 @@ class Export(TypedDict):
 
 
 @closed
+class Fork(TypedDict):
+    run: str
+    step: Row  # of its checkpoint
+    output: str  # the new run's folder
+    keys: NotRequired[str]  # that change: train.lr=1e-4 train.steps=2000
+
+
+@closed
+class Prefer(TypedDict):
+    prompt: list[dict[str, Any]]  # messages, up to the question
+    chosen: str
+    rejected: str
+
+
+@closed
+class Compare(TypedDict):
+    run: str
+    text: str  # of a recipe
+
+
+@closed
 class Ask(TypedDict):
-    question: Literal["plan", "rows", "stats"]
-    text: str  # the recipe's
+    question: Literal["plan", "rows", "stats", "ready"]
+    text: RecipeText
     name: NotRequired[str | None]
     file: NotRequired[str | None]
     set: NotRequired[list[str]]
@@ -61,13 +92,13 @@ class Ask(TypedDict):
 
 @closed
 class Read(TypedDict):
-    text: str
+    text: RecipeText
     name: NotRequired[str | None]
 
 
 @closed
 class Edit(TypedDict):
-    text: str
+    text: RecipeText
     key: str
     value: str
     name: NotRequired[str | None]
@@ -84,7 +115,7 @@ class New(TypedDict):
 @closed
 class Save(TypedDict):
     file: str
-    text: str
+    text: RecipeText
     version: NotRequired[str | None]  # that was loaded; nothing for a new file
 
 

@@ -135,6 +135,13 @@ def edit(text: str, key: str, value: str) -> str:
     if not KEY.fullmatch(key) or len(text) > LARGEST or len(value) > LARGEST:
         raise RequestError("that is not a key of a recipe")
     read_yaml(text, "recipe", [])  # within limits, or it says what is wrong
+    try:
+        return _changed(text, key, value)
+    except YAMLError as error:  # a key that is there twice, for example
+        raise RequestError(f"{key}: cannot be written: {error}") from None
+
+
+def _changed(text: str, key: str, value: str) -> str:
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 4096
     tree = yaml.load(text)
@@ -153,10 +160,7 @@ def edit(text: str, key: str, value: str) -> str:
         plain_value = read_value(value, key)
         section[last] = plain_value if isinstance(plain_value, str) else yaml.load(value)  # 1e-3 stays 1e-3
     written = io.StringIO()
-    try:
-        yaml.dump(tree, written)
-    except YAMLError as error:
-        raise RequestError(f"{key}: cannot be written: {error}") from None
+    yaml.dump(tree, written)
     return written.getvalue()
 
 

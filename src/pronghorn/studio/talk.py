@@ -16,7 +16,7 @@ from pronghorn.serve.gate import is_loopback
 from pronghorn.studio.jobs import Jobs
 from pronghorn.studio.questions import Say
 
-TARGET = re.compile(r"[a-z0-9]+(:[a-z0-9_]+)?")  # of an export
+TARGET = re.compile(r"[a-z0-9]{1,40}(:[a-z0-9_]{1,40})?")  # of an export
 PATIENCE = 300.0  # seconds for the next word
 
 

@@ -1,5 +1,5 @@
 """A process that calculates for the studio: a line of JSON in, a line of JSON out. It answers what `pronghorn plan`,
-`data show` and `data stats` would print with --json, without their seconds of imports."""
+`data show`, `data stats` and `check` would print with --json, without their seconds of imports."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pronghorn.recipe_file import parse_recipe
 from pronghorn.report.run_log import plain
 from pronghorn.studio.recipes import problems
 from pronghorn.train.run.run_forecast import forecast
+from pronghorn.train.setup.check import check_run
 
 MOST_ROWS, MOST_PIECES = 25, 4000  # rows of one page, tokens of one row
 SEARCHED = 5_000  # rows that are looked through for a word
@@ -52,6 +53,11 @@ def stats(recipe: Recipe, _: dict[str, Any]) -> dict[str, Any]:
     ).as_dict()
 
 
+def ready(recipe: Recipe, _: dict[str, Any]) -> dict[str, Any]:
+    """What `pronghorn check` says: what a start would be refused for is a problem of the answer."""
+    return check_run(recipe, report=lambda *_: None).as_dict()
+
+
 def _table(recipe: Recipe) -> tuple[Any, Any]:
     tokenizer, spec = load_tokenizer(recipe.model, recipe.data), recipe.data
     wanted, size = recipe.objective.kind.reads, recipe.train.capacity
@@ -72,7 +78,12 @@ def _shortened(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-QUESTIONS: dict[str, Callable[[Recipe, dict[str, Any]], dict[str, Any]]] = {"plan": plan, "rows": rows, "stats": stats}
+QUESTIONS: dict[str, Callable[[Recipe, dict[str, Any]], dict[str, Any]]] = {
+    "plan": plan,
+    "rows": rows,
+    "stats": stats,
+    "ready": ready,
+}
 
 
 def answer(line: str) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Sweep:
                     "rungs": [{"step": one.step, "tokens": one.tokens, "loss": one.loss, "error": one.error} for one in known],
                 }
             )
-        return {**self.state, "seconds": self._spent(), "trials": rows}
+        return {**self.state, "seconds": self._spent(), "tokens": sum(row["tokens"] for row in rows), "trials": rows}
 
     def _write(self) -> None:
         _write_json(self.folder / STATE, self.table())

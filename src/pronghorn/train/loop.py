@@ -8,9 +8,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from torch import cuda
+
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import STOPPING
+from pronghorn.report.gpu_watch import watching
 from pronghorn.report.loggers.beside import logging_to
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.report.run_log import RunLog, SilentLog
@@ -81,7 +84,11 @@ def _log_of(world: World, folder: Path, recipe: Recipe, display: Display) -> Ite
     if not world.writes:
         yield SilentLog()
         return
-    with RunLog(folder, listeners=(display.handle,)) as log, logging_to(recipe.report.to, recipe.report.project, log):
+    with (
+        RunLog(folder, listeners=(display.handle,)) as log,
+        logging_to(recipe.report.to, recipe.report.project, log),
+        watching(log, cuda),
+    ):
         yield log
 
 

@@ -239,11 +239,13 @@ def _expected(source: Source) -> int:
     return int(source.kind == "txt" and not source.by_line)
 
 
-def bad_rows(first: Sequence[BadRow], bad: int, read: int) -> DataError:
-    """`first`: of the bad rows."""
+def bad_rows(
+    first: Sequence[BadRow], bad: int, read: int, skipped: str = "to write such rows to a file and continue"
+) -> DataError:
+    """`first`: of the bad rows. `skipped`: what skip does with them."""
     row, more = first[0], bad - 1
     others = f" ({counted(more, 'more bad row')}: {_some([one.where for one in first[1:]], more)})" if more else ""
-    fix = f"{row.fix or 'fix the row'}; or set data.bad_rows: skip to write such rows to a file and continue"
+    fix = f"{row.fix or 'fix the row'}; or set data.bad_rows: skip {skipped}"
     if bad == read:  # then nothing would be left
         fix = row.fix or "no row can be used: check data.format, the columns and the chat template"
     return DataError(f"{row.why}{others}", where=row.where, why=f"the row is: {row.excerpt}", fix=fix)

@@ -114,6 +114,8 @@ def select(train: TokenTable, rows: Rows, what: str | Share, seed: int, progress
     told = [
         f"left out {counted(count, unit)}: {reason} ({file.get('file', 'data.select')})" for reason, count in counts.items()
     ]
+    if not counts:
+        told = [f"data.select ({file.get('file', 'random')}) changes nothing: it leaves out none of {counted(len(side), unit)}"]
     tokens = np.bincount(np.searchsorted(side.numbers, side.units), weights=train.lengths, minlength=len(side))
     left_out = {
         why: (count, int(sum(tokens[unit] for unit, reason in enumerate(reasons) if reason == why)))

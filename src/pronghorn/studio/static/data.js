@@ -27,7 +27,7 @@ export function Data({ given }) {
   }, [file]);
   const find = async (event) => { event.preventDefault(); show(await ask("rows", { first: 0, search }, "rows")); };
   const more = async () => { const next = await ask("rows", { first: rows.next, search }, "rows"); if (next) show({ ...next, rows: [...rows.rows, ...next.rows] }); };
-  const audit = async () => { fail(null); try { auditing(await post("start", { file, verb: "data audit" })); } catch (one) { fail(one); } };
+  const audit = async (queue) => { fail(null); try { auditing({ queue, ...(await post("start", { file, verb: "data audit", queue })) }); } catch (one) { fail(one); } };
   const take = async (list) => {
     fail(null);
     try { for (const one of list) drop(await upload(one)); files.again(); } catch (one) { fail(one); }
@@ -36,8 +36,8 @@ export function Data({ given }) {
   return html`<div class="title"><h1>Data</h1></div>
     <div class="row"><label>Recipe <select value=${file} onChange=${(e) => choose(e.target.value)}>${(files.value?.recipes || []).map((one) => html`<option value=${one} selected=${one === file}>${one}</option>`)}</select></label>
       <form class="row grow" onSubmit=${find}><label class="grow">Search the rows <input type="search" value=${search} onInput=${(e) => look(e.target.value)} /></label><button disabled=${!text || busy}>Find</button></form>
-      <button disabled=${!text} onClick=${audit}>Audit</button></div>
-    ${audited ? html`<div class="said-by" role="status">Copies, leaks and contradictions are searched; the page is under <a href=${to("jobs")}>Commands</a>.<${Command} text=${audited.command} /></div>` : ""}
+      <button disabled=${!text} onClick=${() => audit(false)}>Audit</button><button disabled=${!text} onClick=${() => audit(true)}>Add to queue</button></div>
+    ${audited ? html`<div class="said-by" role="status">${audited.queue ? html`The audit waits in the <a href=${to("queue")}>queue</a>.` : html`Copies, leaks and contradictions are searched; the page is under <a href=${to("jobs")}>Commands</a>.`}<${Command} text=${audited.command} /></div>` : ""}
     <${Problem} error=${files.error || error} />
     <div class=${`drop ${over ? "over" : ""}`} ...${dropping}><label>Drop a file of data here, or <input type="file" onChange=${(e) => take(e.target.files)} /></label>
       ${dropped ? html`<p role="status">${dropped.file} is here now, ${count(dropped.bytes)} bytes. <a href=${to("recipe")}>Name it in a recipe</a> as data.train.</p>` : html`<p class="note">It is copied into data/; up to 64 MB. Larger files: copy them into the folder.</p>`}</div>

@@ -10,17 +10,28 @@ export class Refused extends Error {
   constructor(told, status, problems) { super(told.what); this.told = told; this.status = status; this.problems = problems || [told]; }
 }
 
+// Whether the studio answers, and knows this browser. Whoever watches is told of every change; nothing else need say it.
+let tell = () => {};
+export const watchOutage = (told) => { tell = told; return () => { tell = () => {}; }; };
+export const isOutage = (error) => error?.status === 0 || error?.status === 401;
+
 async function answered(response) {
   const text = await response.text();
   let found = null;
   try { found = JSON.parse(text); } catch { /* told below */ }
-  if (!response.ok) throw new Refused(found?.error || { what: text.trim() || `the server answers ${response.status}` }, response.status, found?.problems);
+  const error = response.ok ? null : new Refused(found?.error || { what: text.trim() || `the server answers ${response.status}` }, response.status, found?.problems);
+  tell(isOutage(error) ? error : null);
+  if (error) throw error;
   return found;
 }
 
 async function reach(path, options) {
   try { return await fetch(path, options); }
-  catch { throw new Refused({ what: "the studio does not answer; runs go on without it", fix: "start it again: pronghorn studio" }, 0); }
+  catch {
+    const error = new Refused({ what: "The studio does not answer; runs go on without it", fix: "Start it again in the same folder: pronghorn studio." }, 0);
+    tell(error);
+    throw error;
+  }
 }
 
 export const query = (given) => new URLSearchParams(Object.entries(given).flatMap(([key, value]) => [].concat(value ?? []).map((one) => [key, one])));
@@ -79,7 +90,7 @@ export function Command({ text }) {
 }
 
 export function Problem({ error }) {
-  if (!error) return null;
+  if (!error || isOutage(error)) return null; // the line above every page has that
   const all = error.problems || [error.told || { what: error.message }];
   return html`<div class="why bad" role="alert">${all.map((one) => html`<div class="problem">
     <b>${one.what}</b>${one.where ? html` <span class="soft">${one.where}</span>` : ""}
@@ -100,7 +111,7 @@ export function useAsked(ask, every, needed) {
       clearTimeout(timer);
       if (document.hidden && every) { timer = setTimeout(look, every); return; }
       try { const value = await ask(); if (!over) set({ value, error: null }); }
-      catch (error) { if (!over) set((old) => ({ value: old.value, error })); }
+      catch (error) { if (!over) { set((old) => ({ value: old.value, error })); if (!every && isOutage(error)) timer = setTimeout(look, 2000); } }
       if (!over && every) timer = setTimeout(look, every);
     };
     again.current = look;

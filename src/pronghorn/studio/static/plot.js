@@ -4,6 +4,7 @@ import { html, useEffect, useRef, useState } from "./lib.js";
 export const COLOURS = ["--train", "--eval", "--good", "--s-answers", "--s-checkpoint", "--s-read", "--s-wait", "--s-reference", "--s-report", "--s-load"];
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim() || "#888";
 const WHOLE = Array.from({ length: 14 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat(); // there is no step 2.5
+const FRACTIONS = ["hours", "cost, USD"];
 const short = (value) => {
   const size = Math.abs(value);
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(3)}B`;
@@ -26,7 +27,7 @@ export function smooth(y, width) {
 function options(series, log, height, width, unit, fromZero, pointed) {
   const axis = { stroke: () => colour("--soft"), grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { show: false }, font: "11.5px system-ui" };
   return {
-    width, height, padding: [8, 8, 0, 0], legend: { show: false },
+    width, height, padding: [8, 14, 0, 0], legend: { show: false },
     scales: {
       x: { time: false },
       y: log ? { distr: 3 } : { range: (_, low, high) => {
@@ -34,7 +35,7 @@ function options(series, log, height, width, unit, fromZero, pointed) {
         return [fromZero && low >= 0 ? 0 : low - room, high + room];
       } },
     },
-    axes: [{ ...axis, ...(unit === "hours" ? {} : { incrs: WHOLE }), values: (_, all) => all.map(short), size: 30 }, { ...axis, values: (_, all) => all.map((one) => (one === null ? "" : short(one))), size: 54 }],
+    axes: [{ ...axis, ...(FRACTIONS.includes(unit) ? {} : { incrs: WHOLE }), values: (_, all) => all.map(short), size: 30 }, { ...axis, values: (_, all) => all.map((one) => (one === null ? "" : short(one))), size: 54 }],
     hooks: { setCursor: [pointed] },
     cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false } },
     series: [{ label: unit }, ...series.map((one) => ({

@@ -1,12 +1,15 @@
 // One run, live: the server sends what is new in its log. The connection comes back by itself.
 import { html, useState, useEffect, useRef, useMemo, get, post, useAsked, State, Tile, Command, Problem, Empty, figure, count, percent, money, gigabytes, duration, ago, clock, to, go } from "./lib.js";
 import { Plot, smooth } from "./plot.js";
+import { Checkpoints } from "./checkpoints.js";
+import { Exports } from "./exports.js";
+import { Rollouts } from "./rollouts.js";
 
-const TITLES = { grad_norm: "Gradient norm", lr: "Learning rate", rate: "Tokens per second", reward: "Reward", margin: "Margin" };
+const TITLES = { grad_norm: "Gradient norm", lr: "Learning rate", rate: "Tokens per second", reward: "Reward", margin: "Margin", memory: "GPU memory, GB", power: "GPU power, W", utilisation: "GPU utilisation, %" };
+const GPU = ["memory", "power", "utilisation"]; // of runs that have a gpu.jsonl
 const USUAL = ["grad_norm", "lr", "rate"];
 const MOST_POINTS = 6000; // then the curves are asked for anew, evened down
 const FEW = 40;
-const TARGETS = ["adapter", "merged", "gguf:q8_0", "gguf:q4_k_m", "ollama:q4_k_m", "vllm", "fp8", "nvfp4"];
 
 function useLive(folder) {
   const [facts, setFacts] = useState(null), [curves, setCurves] = useState({}), [line, setLine] = useState("opening"), [turn, again] = useState(0);
@@ -29,10 +32,8 @@ function useLive(folder) {
     });
     source.onerror = async () => {
       setLine("lost");
-      if (source.readyState === EventSource.CLOSED) { // refused, not only interrupted: ask why, and try again
-        try { await get("answers", { run: folder }); } catch (error) { setLine(error.status === 404 ? "gone" : "lost"); }
-        setTimeout(() => again((n) => n + 1), 3000);
-      }
+      try { await get("answers", { run: folder }); } catch (error) { if (error.status === 404) setLine("gone"); } // why: an outage is told above
+      if (source.readyState === EventSource.CLOSED) setTimeout(() => again((n) => n + 1), 3000); // refused, not only interrupted
     };
     return () => { source.close(); cancelAnimationFrame(waiting.current); waiting.current = 0; };
   }, [folder, turn]);
@@ -50,18 +51,24 @@ export function Run({ given }) {
     ${facts.bad_lines ? html`<div class="why" role="status">${facts.bad_lines === 1 ? "One line" : `${facts.bad_lines} lines`} of run.jsonl cannot be read and ${facts.bad_lines === 1 ? "is" : "are"} left out; the rest counts.</div>` : ""}
     ${facts.why ? html`<p class="why">${facts.why}</p>` : ""}
     ${facts.state === "cut off" ? html`<div class="why" role="status">The process of this run is gone without a last word: it was killed, or the machine went down. ${facts.resumable ? "Resume goes on from its last checkpoint." : "There is no whole checkpoint to go on from."}</div>` : ""}
+    ${facts.silent ? html`<${Silent} facts=${facts} />` : ""}
     <${Actions} folder=${folder} facts=${facts} />
     <${Tiles} facts=${facts} />
     <${Plots} facts=${facts} curves=${curves} />
     <${Stages} facts=${facts} />
     <${Answers} folder=${folder} facts=${facts} />
+    <${Rollouts} folder=${folder} facts=${facts} />
+    <${Checkpoints} folder=${folder} facts=${facts} />
+    <${Exports} folder=${folder} facts=${facts} />
     <${Notes} folder=${folder} facts=${facts} />
     <${Output} folder=${folder} />
     <${Facts} facts=${facts} />`;
 }
 
 const Gone = () => html`<div class="why bad" role="alert">The run's folder, or its run.jsonl, is no more. What was shown last stays here; if it comes back, so does this page.</div>`;
-const Lost = () => html`<div class="why" role="status">The studio does not answer. The run goes on without it; this page tries again by itself.</div>`;
+const Lost = () => html`<p class="note" role="status">The line to the studio is interrupted; connecting again…</p>`;
+const Silent = ({ facts }) => html`<div class="why" role="status">Nothing has been written since ${clock(facts.silent)}. ${facts.paused
+  ? html`The process is paused; <code>kill -CONT ${facts.pid}</code> lets it go on.` : "The process is there: an evaluation or a download can take this long."}</div>`;
 
 function Actions({ folder, facts }) {
   const [said, say] = useState(null), [error, fail] = useState(null), [busy, work] = useState(false);
@@ -73,17 +80,17 @@ function Actions({ folder, facts }) {
     catch (one) { fail(one); }
     work(false);
   };
-  const target = useRef(null);
   return html`<div class="row actions">
       ${running ? html`<button class="primary" disabled=${busy || said?.stopping} onClick=${() => act("stop", {}, "It finishes this step, saves, and ends.")}>${said?.stopping ? "stopping…" : "Stop and save"}</button>` : ""}
       ${facts.resumable ? html`<button class="primary" disabled=${busy} onClick=${() => act("resume", {}, "It goes on from its last checkpoint; loading takes a moment.")}>Resume</button>` : ""}
       ${facts.report ? html`<a class="button" href=${`/page?${new URLSearchParams({ file: `${folder}/report.html` })}`} target="_blank" rel="noopener">Report</a>` : ""}
       ${facts.checkpoints.length ? html`<a class="button" href=${to("talk", { run: folder })}>Talk</a>
-        <span class="joined"><select ref=${target} aria-label="format of the export">${TARGETS.map((name) => html`<option value=${name}>${name}</option>`)}</select>
-        <button disabled=${busy} onClick=${() => act("export", { to: target.current.value }, "The export is on its way; its output is below.")}>Export</button></span>` : ""}
+        <button onClick=${() => document.getElementById("export").scrollIntoView()}>Export</button>` : ""}
       <a class="button" href=${to("runs", { run: folder })}>Compare</a></div>
     ${said ? html`<div role="status" class="said-by">${said.text}<${Command} text=${said.command} /></div>` : ""}<${Problem} error=${error} />`;
 }
+
+const energy = (kwh) => (kwh === null ? "" : kwh < 0.1 ? `${+(1000 * kwh).toPrecision(3)} Wh` : `${+kwh.toPrecision(3)} kWh`);
 
 function Tiles({ facts }) {
   const share = facts.steps ? Math.min(1, facts.step / facts.steps) : 0;
@@ -96,7 +103,7 @@ function Tiles({ facts }) {
     ["tokens seen", count(facts.tokens), facts.efficiency ? `packs ${percent(facts.efficiency)} full` : ""],
     ...Object.entries(facts.metrics).slice(0, 2).map(([name, one]) => [name, figure(one.best ?? one.last), one.base === null ? "" : `base model ${figure(one.base)}`]),
     ...(facts.reward.last === null ? [] : [["reward", figure(facts.reward.last), `best ${figure(facts.reward.best)}`]]),
-    ["cost", money(facts.money), facts.money_left ? `${money(facts.money_left)} to go` : facts.gpu_hours ? `${facts.gpu_hours.toFixed(2)} GPU hours` : "no GPU"],
+    ["cost", money(facts.money), [facts.money_left ? `${money(facts.money_left)} to go` : facts.gpu_hours ? `${facts.gpu_hours.toFixed(2)} GPU hours` : "no GPU", energy(facts.energy)].filter(Boolean).join(", ")],
     ["checkpoints", count(facts.checkpoints.length), facts.checkpoints.length ? `last at step ${count(facts.checkpoints.at(-1))}` : "none yet"],
   ];
   const even = tiles.slice(0, tiles.length >= 12 ? 12 : 8);
@@ -114,15 +121,15 @@ function Plots({ facts, curves }) {
   };
   const evals = facts.evals.filter((one) => typeof one.loss === "number" && one.step);
   const main = useMemo(() => [...line("loss", "training", "--train"), { name: "evaluation", colour: "--eval", x: evals.map((one) => one.step), y: evals.map((one) => one.loss), marked: evals.length < 60 }], [curves.loss, evals.length, log]);
-  const others = Object.keys(curves).filter((name) => ![...USUAL, "loss"].includes(name) && curves[name].x.length).slice(0, 6);
+  const others = Object.keys(curves).filter((name) => ![...USUAL, ...GPU, "loss"].includes(name) && curves[name].x.length).slice(0, 6);
   return html`<h2>Training</h2><${Plot} title="Loss" series=${main} height=${330} log=${log} empty="no step yet">
       <label class="switch"><input type="checkbox" checked=${log} onChange=${(e) => setLog(e.target.checked)} />log scale</label><//>
-    <div class="grid3">${[...USUAL, ...others].map((name) => html`<${Small} key=${name} name=${name} curve=${curves[name]} line=${line} log=${log} />`)}</div>`;
+    <div class="grid3">${[...USUAL, ...others, ...GPU.filter((name) => curves[name]?.x.length)].map((name) => html`<${Small} key=${name} name=${name} curve=${curves[name]} line=${line} log=${log} />`)}</div>`;
 }
 
 function Small({ name, curve, line }) {
   const series = useMemo(() => (name === "lr" ? [{ name: "learning rate", colour: "--train", ...(curve || { x: [], y: [] }) }] : line(name, "smoothed", "--train")), [curve]);
-  return html`<${Plot} title=${TITLES[name] || name} series=${series} height=${150} fromZero=${USUAL.includes(name)} />`;
+  return html`<${Plot} title=${TITLES[name] || name} series=${series} height=${150} fromZero=${[...USUAL, ...GPU].includes(name)} />`;
 }
 
 function Stages({ facts }) {
@@ -137,17 +144,13 @@ function Stages({ facts }) {
 
 function Answers({ folder, facts }) {
   const found = useAsked(() => (facts.answers ? get("answers", { run: folder }) : Promise.resolve([])), 0, [facts.answers]);
-  const [wrong, only] = useState(false), [reward, byReward] = useState(false);
+  const [wrong, only] = useState(false);
   const rows = (found.value || []).filter((row) => !wrong || Object.values(row.scores).some((score) => score < 1));
-  const samples = facts.samples.slice().sort((a, b) => (reward ? (a.reward ?? 0) - (b.reward ?? 0) : b.step - a.step));
   return html`<${Problem} error=${found.error} />${rows.length || wrong ? html`<h2>Answers to held-out rows</h2><div class="card">
       ${rows.some((row) => Object.keys(row.scores).length) ? html`<label class="check"><input type="checkbox" checked=${wrong} onChange=${(e) => only(e.target.checked)} /> wrong ones only; they come first</label>` : ""}
       <table class="answers"><thead><tr><th>prompt</th><th>expected</th><th>base model</th><th>this run${rows[0]?.step ? `, step ${count(rows[0].step)}` : ""}</th></tr></thead>
       <tbody>${rows.slice(0, 30).map((row) => html`<tr><td data-label="prompt"><div class="said">${row.prompt}</div></td><td data-label="expected"><div class="said">${row.expected}</div></td>
-        <td data-label="base model"><div class="said">${row.base ?? "–"}</div></td><td data-label="this run">${Object.entries(row.scores).map(([name, score]) => html`<span class=${score >= 1 ? "ok" : "ko"}>${name} ${figure(score)} </span>`)}<div class="said">${row.answer}</div></td></tr>`)}</tbody></table></div>` : ""}
-    ${samples.length ? html`<h2>Rollouts</h2><div class="card"><label class="check"><input type="checkbox" checked=${reward} onChange=${(e) => byReward(e.target.checked)} /> lowest reward first</label>
-      ${samples.slice(0, 12).map((one) => html`<div class="sample"><small>step ${count(one.step)}${one.reward !== undefined ? ` · reward ${figure(one.reward)}` : ""}</small>
-      <div class="said soft">${one.prompt ?? ""}</div><div class="said">${one.answer ?? one.completion ?? one.text ?? ""}</div></div>`)}</div>` : ""}`;
+        <td data-label="base model"><div class="said">${row.base ?? "–"}</div></td><td data-label="this run">${Object.entries(row.scores).map(([name, score]) => html`<span class=${score >= 1 ? "ok" : "ko"}>${name} ${figure(score)} </span>`)}<div class="said">${row.answer}</div></td></tr>`)}</tbody></table></div>` : ""}`;
 }
 
 function Notes({ folder, facts }) {

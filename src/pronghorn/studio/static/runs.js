@@ -2,13 +2,15 @@
 import { html, useState, useMemo, useEffect, get, useAsked, State, Problem, Empty, figure, count, money, ago, to, go } from "./lib.js";
 import { Plot, COLOURS } from "./plot.js";
 
-const FIGURES = [["loss", "training loss"], ["eval", "evaluation loss"], ["lr", "learning rate"], ["grad_norm", "gradient norm"], ["rate", "tokens per second"], ["reward", "reward"]];
-const AXES = [["step", "step"], ["tokens", "tokens"], ["hours", "hours"]];
+const FIGURES = [["loss", "training loss"], ["eval", "evaluation loss"], ["lr", "learning rate"], ["grad_norm", "gradient norm"], ["rate", "tokens per second"], ["reward", "reward"], ["memory", "GPU memory, GB"], ["power", "GPU power, W"], ["utilisation", "GPU utilisation, %"]];
+const AXES = [["step", "step"], ["tokens", "tokens"], ["hours", "hours"], ["cost", "cost, USD"]];
 const COLUMNS = [
   ["name", "run", (run) => run.name], ["state", "state", (run) => run.state], ["step", "step", (run) => run.step ?? 0],
   ["last_loss", "loss", (run) => run.last_loss ?? Infinity], ["best_eval", "best eval", (run) => run.best_eval ?? Infinity],
   ["tokens_per_second", "tokens/s", (run) => -(run.tokens_per_second ?? 0)], ["money", "cost", (run) => -(run.money ?? 0)], ["when", "last event", (run) => -(run.when ?? 0)],
 ];
+const GPU = "no log of the GPU beside these runs (gpu.jsonl)";
+const NOTHING = { memory: GPU, power: GPU, utilisation: GPU, cost: "no price is known for these runs" };
 const MOST = 40;
 
 export function Runs({ given }) {
@@ -64,7 +66,7 @@ function Overlay({ runs, names, mark }) {
       <label>over <select value=${x} onChange=${(e) => setX(e.target.value)}>${AXES.map(([name, label]) => html`<option value=${name}>${label}</option>`)}</select></label>
       <label>smooth <input type="range" min="0" max="0.2" step="0.005" value=${even} onChange=${(e) => setEven(Number(e.target.value))} aria-valuetext=${`${Math.round(even * 1000) / 10} % of the curve`} /></label>
       <label class="check"><input type="checkbox" checked=${log} onChange=${(e) => setLog(e.target.checked)} /> log scale</label></div>
-    <${Plot} title=${FIGURES.find(([name]) => name === y)[1]} series=${series} height=${320} log=${log} unit=${x} />
+    <${Plot} title=${FIGURES.find(([name]) => name === y)[1]} series=${series} height=${320} log=${log} unit=${AXES.find(([name]) => name === x)[1]} empty=${NOTHING[y] || NOTHING[x]} />
     ${rows.length ? html`<div class="card wide" tabindex="0" role="region" aria-label="keys that differ"><h3>Recipe keys that differ</h3><table class="diff"><thead><tr><th>key</th>${runs.map((run) => html`<th>${names[run] || run}</th>`)}</tr></thead>
       <tbody>${rows.map(([name, values]) => html`<tr><th scope="row"><code>${name}</code></th>${values.map((value) => html`<td>${value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value)}</td>`)}</tr>`)}</tbody></table></div>` : runs.length > 1 && different.value ? html`<p class="note">The recipes are the same.</p>` : ""}
     ${runs.length > 1 ? html`<p class="note">On the command line: <code>pronghorn runs ${runs.join(" ")}</code></p>` : ""}</section>`;

@@ -194,6 +194,13 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         raise kind(damage.what, where=str(damage.file), why=damage.why, fix=way_out(path)) from damage
 
 
+def copy_checkpoint(path: Path, to: Path, changed: dict[str, Any]) -> None:
+    """Into the folder `to`, with other parts of the manifest."""
+    manifest = verify_checkpoint(path)
+    shutil.copytree(path, to / path.name)
+    (to / path.name / MANIFEST).write_text(_as_text(_with_checksum(manifest | changed)), encoding="utf-8")
+
+
 def clean_leftovers(run: Path) -> None:
     """Remove what a killed process left half-written or half-deleted. Only with the run's lock: it says that the process is
     dead, which the process id in the name does not (containers give the same few ids to every start)."""

@@ -22,6 +22,7 @@ from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.small_files import read_small
 
 LOCK_NAME = "run.lock"
+RECIPE_NAME = "recipe.yaml"  # in a folder that `pronghorn fork` made: the recipe that goes on
 # Any of these says that a folder is a run's; --fresh renames nothing else, whatever `output` was set to by mistake.
 _TRACES_OF_A_RUN = (LOCK_NAME, "run.jsonl", "checkpoint-*")
 # How long a lock may be held by nobody: its holder was killed and a worker it had just forked has not run yet (see below),
