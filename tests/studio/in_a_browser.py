@@ -346,6 +346,8 @@ def talk_and_export(page: Page, home: Path, place: Path | None) -> None:
     page.go("#/talk?run=runs/mine")
     page.click("Load the model")
     page.shows("System prompt")
+    page.fill("input[type=range]", "1.5")  # so that the two answers differ
+    page.fill("input[type=number]", "24")
     page.fill("form textarea", "please add 3 and 4")
     page.click("Send")
     page.wait(lambda: page.js("return document.querySelectorAll('.sides .card').length") == 2, "no answers")
