@@ -32,12 +32,13 @@ PROGRAMS = {
     "scontrol": 'if [ "$1" = show ]; then echo first; echo second; else echo "$*" >> requeued; fi',
     "squeue": 'echo "$STATE"',
     "scancel": '[ "$*" = "--signal=TERM 7" ] && kill -TERM $(cat node-*)',
-    "srun": """shift
+    "srun": """while [[ $1 == --* ]]; do shift; done
 for node in 0 1; do SLURM_NODEID=$node "$@" & echo $! > node-$node; done
 highest=0
 for node in 0 1; do wait $(cat node-$node); code=$?; [ $code -gt $highest ] && highest=$code; done
 exit $highest""",
-    "torchrun": """(IFS=$'\\n'; printf '%s\\n' "$*" "$MASTER_ADDR" "$MASTER_PORT" > told-$SLURM_NODEID)
+    "torchrun": """(IFS=$'\\n'; printf '%s\\n' "$*" "$MASTER_ADDR" "$MASTER_PORT" $(($(ps -o sid= -p $$) - $$)) \\
+    > told-$SLURM_NODEID)
 bash -c "$RANK_DOES" & wait $! && exit 0
 exit 1""",
 }
@@ -189,10 +190,11 @@ def test_no_name_reaches_a_shell(place: Path, capsys: pytest.CaptureFixture[str]
     text = written(capsys, *words, "--slurm", "nodes=2", "gpus=2")
     assert run_script(text, place, RANK_DOES="exit 0").wait(60) == 0
     for node in ("0", "1"):
-        *told, address, port = (folder / f"told-{node}").read_text().splitlines()
+        *told, address, port, session = (folder / f"told-{node}").read_text().splitlines()
         assert told[-4:] == ["pronghorn", "train", *words]
         assert told[told.index("--node-rank") + 1] == node
         assert (address, port) == ("first", "20007")
+        assert session == "0"  # its own, where Slurm's signals to the node do not reach it
     assert list(place.rglob("pwned")) == []
 
 
@@ -203,6 +205,7 @@ def test_no_name_reaches_a_shell(place: Path, capsys: pytest.CaptureFixture[str]
         ("exit 1", [], "RUNNING", 1, False),
         (LEAVE.format(code=2), [], "RUNNING", 2, False),  # a wrong recipe
         (LEAVE.format(code=4), [], "RUNNING", 4, False),  # a health stop
+        (LEAVE.format(code=137), [], "RUNNING", 137, False),
         (SAVES, [signal.SIGUSR1], "RUNNING", 143, True),  # the time limit
         (SAVES, [signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM], "RUNNING", 143, True),
         (SAVES, ["nodes"], "RUNNING", 143, True),  # preempted, with time to save

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 from pronghorn.cli.output import say
 from pronghorn.cli.starting import own_files
-from pronghorn.clusters import kubernetes, skypilot, slurm
-from pronghorn.clusters.keys import Training
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.program import command
 
@@ -31,6 +28,8 @@ def options(one: argparse.ArgumentParser) -> None:
 
 
 def launch(arguments: argparse.Namespace) -> None:
+    from pronghorn.clusters import kubernetes, skypilot, slurm
+    from pronghorn.clusters.keys import Training
     from pronghorn.recipe_file import load_recipe
     from pronghorn.train.dist.launch import require_packs
 
@@ -81,6 +80,8 @@ def _write(path: Path, text: str) -> None:
 
 def _submit(text: str, file: str | None) -> str:
     """What sbatch says, which is the job's number."""
+    import subprocess
+
     if shutil.which("sbatch") is None:
         raise EnvironmentFault(
             "there is no sbatch here", fix="run this on a login node of the cluster, or write a file with -o FILE"
