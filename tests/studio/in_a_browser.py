@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pages_in_a_browser import SIZES, STEP, STEPS, TEXT, a_fork, by_keys, nothing_is_trained, rollouts, shots
 
@@ -39,6 +40,11 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
 PATIENCE = 120.0  # seconds for anything, so that nothing hangs
+
+
+# What a browser's console says of a server that was killed: nobody listens, or an answer broke off.
+KILLED = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
+NOT_LET_IN = "status of 401"
 
 
 class LeftOutError(Exception):
@@ -179,11 +185,10 @@ class Page:
         )
         assert self.js(beyond) == [], f"{where} is wider than the screen: {self.js(beyond)}"
 
-    def quiet(self) -> None:
-        """Refused connections are what a server that is gone looks like."""
+    def quiet(self, *expected: str) -> None:
         told = [one["message"] for one in self.driver.get_log("browser") if one["level"] in ("SEVERE", "WARNING")]
-        told = [one for one in told if "ERR_CONNECTION_REFUSED" not in one and "ERR_INCOMPLETE_CHUNKED" not in one]
-        assert told == [], told
+        told = [one for one in told if not any(part in one for part in (*KILLED, *expected))]
+        assert not told, told
 
 
 @contextmanager
@@ -213,11 +218,11 @@ def browser(checker: str) -> Iterator[Page]:
 class Server:
     """`pronghorn studio` as a person starts it."""
 
-    def __init__(self, home: Path, port: int = 0) -> None:
-        words = [sys.executable, "-m", "pronghorn.cli", "studio", "--no-browser", "--port", str(port)]
+    def __init__(self, home: Path, port: int = 0, *more: str) -> None:
+        words = [sys.executable, "-m", "pronghorn.cli", "studio", "--no-browser", "--port", str(port), *more]
         self.process = subprocess.Popen(words, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self.process.stdout is not None
-        link = re.search(r"http://\S+", self.process.stdout.readline())
+        link = re.search(r"https?://\S+", self.process.stdout.readline())
         assert link, self.process.stdout.read()
         self.link = link[0]
         self.port = int(re.search(r":(\d+)/", self.link)[1])  # type: ignore[index]
@@ -283,10 +288,16 @@ def live_stop_and_resume(page: Page, home: Path, server: Server) -> Server:
     log = home / "runs" / "mine" / "run.jsonl"
     size = log.stat().st_size
     page.wait(lambda: log.stat().st_size > size, "the run has ended with the server")
-    server = Server(home, server.port)
-    page.driver.get(server.link)
-    page.shows("running")
-    page.click("mine")
+    assert "then goes on by itself" in page.text()
+    then = page.js(STEP)
+    server = Server(home, server.port)  # by the same user in the same folder: the page that is open goes on
+    page.wait(lambda: page.js(STEP) > then and "does not answer" not in page.text(), "the page does not recover")
+    pid = json.loads((log.parent / "run.lock").read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    page.shows("Nothing has been written since")
+    assert f"kill -CONT {pid}" in page.text()
+    os.kill(pid, signal.SIGCONT)
+    page.wait(lambda: "Nothing has been written" not in page.text(), "a run that goes on is told to be silent")
     page.click("Stop and save")
     page.shows("interrupted")
     stopped = page.js(STEP)
@@ -335,6 +346,8 @@ def talk_and_export(page: Page, home: Path, place: Path | None) -> None:
     page.go("#/talk?run=runs/mine")
     page.click("Load the model")
     page.shows("System prompt")
+    page.fill("input[type=range]", "1.5")  # so that the two answers differ
+    page.fill("input[type=number]", "24")
     page.fill("form textarea", "please add 3 and 4")
     page.click("Send")
     page.wait(lambda: page.js("return document.querySelectorAll('.sides .card').length") == 2, "no answers")
@@ -434,6 +447,70 @@ def gone(page: Page, home: Path) -> None:
     page.wait(lambda: "is no more" not in page.text(), "it does not come back")
 
 
+def forgotten(page: Page, home: Path, server: Server) -> Server:
+    """Without the secret that outlives a server, its page says how to come back, and does so when the link was opened."""
+    page.go("#/recipe?file=mine.yaml")
+    page.shows("valid")
+    page.fill(".lines textarea", page.js(TEXT) + "# being typed\n")
+    server.kill()
+    shutil.rmtree(home / ".cache" / "studio")
+    server = Server(home, server.port)
+    page.shows("does not know this browser")
+    page.shows("the terminal shows the next one")
+    window = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    page.driver.get(server.link)
+    page.shows("Runs")
+    page.driver.close()
+    page.driver.switch_to.window(window)
+    page.wait(lambda: "does not know" not in page.text(), "it does not come back")
+    assert page.js(TEXT).endswith("# being typed\n")
+    return server
+
+
+def names_are_text(page: Page, home: Path) -> None:
+    """Whatever a run, its model, its note or the address is called."""
+    from studio_parts import make_run, start, step
+
+    script = "<img src=x onerror=window.pwned=1><script>window.pwned=1</script>"
+    named = {"run": script, "device": script, "recipe": {"model": script, "method": script, "output": script}}
+    run = make_run(home / "runs" / "<img src=x onerror=pwned=1>", [start() | named, step(1), {"event": "notice", "text": script,
+                   "time": 1, "session": 1}, {"event": "eval", "time": 2, "session": 1, "step": 1, "loss": 1.0, "generations":
+                   [{"prompt": script, "answer": script}]}])  # fmt: skip
+    (run / "answers.jsonl").write_text(json.dumps({"prompt": script, "answer": script}) + "\n")
+    (run / "studio.json").write_text(json.dumps({"note": script, "tags": [script]}))
+    address = quote(f"runs/{run.name}", safe="")
+    for place in ("#/runs", f"#/runs?run={address}", f"#/run?run={address}", f"#/recipe?file={quote(script)}", "#/talk"):
+        page.go(place)
+        page.shows("<img src=x")
+        time.sleep(0.5)
+        assert page.js("return [window.pwned || 0, document.querySelectorAll('img, main script, [onerror]').length]") == [0, 0]
+    shutil.rmtree(run)
+
+
+def with_a_password_over_tls(page: Page, home: Path) -> None:
+    """With a certificate that this test signs itself."""
+    (home / "password").write_text("correct horse battery\n")
+    (home / "password").chmod(0o600)
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    subprocess.run([*words, "-out", "cert.pem", "-keyout", "key.pem"], cwd=home, check=True, capture_output=True)
+    server = Server(home, 0, *["--password-file", "password", "--tls-cert", "cert.pem", "--tls-key", "key.pem"])
+    try:
+        page.driver.execute_cdp_cmd("Security.setIgnoreCertificateErrors", {"ignore": True})
+        page.driver.get(f"https://localhost:{server.port}/#/run?run=runs/mine")
+        page.shows("Password")
+        page.accessible("login")
+        for typed in ("incorrect horse", "correct horse battery"):
+            page.driver.find_element("id", "password").send_keys(typed)
+            page.click("Log in")
+            page.shows("That is not the password" if typed.startswith("in") else "tick runs to compare")
+        (cookie,) = [one for one in page.driver.get_cookies() if str(server.port) in one["name"]]
+        assert (cookie["secure"], cookie["httpOnly"], cookie["sameSite"]) == (True, True, "Strict")
+        page.quiet(NOT_LET_IN)
+    finally:
+        server.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shots", type=Path, help="folder for pictures of each page")
@@ -478,6 +555,12 @@ def main() -> None:
             gone(page, home)
             print("torn line, folder gone and back: yes", flush=True)
             page.quiet()
+            names_are_text(page, home)
+            page.quiet("status of 400")  # that is no name of a recipe
+            server = forgotten(page, home, server)
+            page.quiet(NOT_LET_IN)
+            with_a_password_over_tls(page, home)
+            print("names run nothing, back in after a restart, a password over TLS: yes", flush=True)
         finally:
             server.kill()
 
