@@ -16,7 +16,7 @@ _STORE = "/pronghorn"  # where nodes see it
 KEYS = {
     "nodes": Key(count, "number of nodes", 1),
     "gpus": Key(count, "GPUs per node", 1),
-    "gpu": Key(matching(r"[A-Za-z0-9][A-Za-z0-9-]*", "H100"), "type of GPU, as `sky gpus list` calls it"),
+    "gpu": Key(matching(r"[A-Za-z0-9][A-Za-z0-9-]*", "H100"), "type of GPU, as SkyPilot calls it"),
     "store": Key(
         matching(r"([a-z0-9]+://)?[A-Za-z0-9][A-Za-z0-9._/-]*", "my-volume or s3://my-bucket"),
         "volume or bucket for the run's folder and the cache; several nodes need a volume",
