@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import shlex
 from collections.abc import Callable
@@ -55,6 +54,8 @@ def profile(arguments: argparse.Namespace, recipe: Recipe, importing: Callable[[
         if not arguments.range:
             _write(folder)
         with stages("imports"), importing(recipe.model):
+            import gzip
+
             from pronghorn.report.profile import table
             from pronghorn.train.run.profiling import profile_run
         display.progress(STARTING, 1, 1)

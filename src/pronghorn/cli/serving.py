@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import queue
 import signal
@@ -77,6 +76,8 @@ def _give_memory_back() -> None:
     """glibc keeps what a thread frees in one of 8 heaps a core, and after the first large block keeps large ones, too. With two
     heaps, and blocks of 4 MB that go back at once, the median memory of each third of 15 minutes of mixed load is
     574 MB (benchmarks/results/serve-load.json)."""
+    import ctypes
+
     with suppress(OSError, AttributeError):  # another C library
         settings = ctypes.CDLL(None).mallopt
         settings(M_ARENA_MAX, 2)
