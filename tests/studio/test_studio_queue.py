@@ -244,8 +244,11 @@ def test_the_command_line(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     (found,) = lines(capsys, "queue", "list")
     assert [(one["verb"], one["state"]) for one in found["entries"]] == [
         ("eval", "waiting"), ("sweep", "waiting"), ("data audit", "waiting"), ("train", "cancelled")]  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "50")
     assert main(["queue", "list"]) == 0
-    assert "no worker is there" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "no worker is there" in told.replace("\n", " ")
+    assert all(f"{one['id']} " in told for one in added)  # whole, to be copied, also where the line is short
 
 
 def lines_of_add(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def show_queue(arguments: argparse.Namespace) -> None:
     found = _queue().listed()
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("id", "state", "progress", "command"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "id")  # which stays whole, to be copied
     for one in found["entries"]:
         state = one["state"] if one["exit"] is None else f"{one['state']}, exit code {one['exit']}"
         table.add_row(one["id"], state, one["progress"], Text(one["command"]))
