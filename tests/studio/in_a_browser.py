@@ -367,8 +367,10 @@ def talk_and_export(page: Page, home: Path, place: Path | None) -> None:
     page.wait(exported.is_file, "nothing is exported")
     page.shows("check:")
     page.wait(lambda: page.js("return document.querySelector('.checkpoints .pill')?.innerText") == "checked", "no verdict")
-    page.js("document.querySelector('.checkpoints button').click()")
+    fork = "document.querySelector('.checkpoints button').click()"
+    page.js(fork)
     shots(page, place, {"export": "#/run?run=runs/mine"}, below="Checkpoints")
+    page.js(fork)  # shut again
 
 
 def queue(page: Page, home: Path) -> None:

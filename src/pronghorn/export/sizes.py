@@ -43,7 +43,8 @@ def sizes(run: Path, which: str) -> list[dict[str, Any]]:
                 if not trained.head.generates and not target.any_head:
                     raise CommandError(f"it does not support {trained.head.title}")
                 target.refuse(job)
-                found.append(row | {"bytes": weights.written(job, name), "needs": target.size(job), "refused": ""})
+                size = weights.written(job, name)
+                found.append(row | {"bytes": size, "needs": max(size, target.size(job)), "refused": ""})
             except PronghornError as error:
                 why = "; ".join(part for part in (error.what, error.fix) if part)
                 found.append(row | {"bytes": None, "needs": None, "refused": why})
@@ -66,8 +67,10 @@ class Weights:
         small = [file for file in job.checkpoint.iterdir() if file.is_file() and file.name not in NOT_EXPORTED]
         adapter = sum(file.stat().st_size for file in small)
         others = sum(file.stat().st_size for file in small if not file.name.startswith(("adapter_", "model")))
-        if target in ("adapter", "vllm") or job.variant == "adapter":
+        if target in ("adapter", "vllm"):
             return adapter
+        if job.variant == "adapter":
+            return TARGETS[target].size(job)
         if target in ("gguf", "ollama"):
             return self._gguf(job.variant) + others
         return TARGETS[target].size(job) + others + (job.variant == "base") * adapter
