@@ -11,8 +11,8 @@ export class Refused extends Error {
 }
 
 // Whether the studio answers, and knows this browser. Whoever watches is told of every change; nothing else need say it.
-let tell = () => {};
-export const watchOutage = (told) => { tell = told; return () => { tell = () => {}; }; };
+const watching = new Set(), tell = (error) => watching.forEach((told) => told(error));
+export const watchOutage = (told) => { watching.add(told); return () => watching.delete(told); };
 export const isOutage = (error) => error?.status === 0 || error?.status === 401;
 
 async function answered(response) {
@@ -101,17 +101,24 @@ export const Empty = ({ children }) => html`<div class="card none">${children}</
 
 // ---- time -------------------------------------------------------------------------------------------------------------------
 
+// How often the studio came back: what it did not answer is asked again.
+export function useReturns() {
+  const [times, set] = useState(0), out = useRef(false);
+  useEffect(() => watchOutage((error) => { if (!error && out.current) set((n) => n + 1); out.current = Boolean(error); }), []);
+  return times;
+}
+
 // Asks again and again while the page is looked at. `every` 0: once.
 export function useAsked(ask, every, needed) {
   const [state, set] = useState({ value: null, error: null });
-  const again = useRef(() => {});
+  const again = useRef(() => {}), returned = useReturns();
   useEffect(() => {
     let over = false, timer = 0;
     const look = async () => {
       clearTimeout(timer);
       if (document.hidden && every) { timer = setTimeout(look, every); return; }
       try { const value = await ask(); if (!over) set({ value, error: null }); }
-      catch (error) { if (!over) { set((old) => ({ value: old.value, error })); if (!every && isOutage(error)) timer = setTimeout(look, 2000); } }
+      catch (error) { if (!over) set((old) => ({ value: old.value, error })); }
       if (!over && every) timer = setTimeout(look, every);
     };
     again.current = look;
@@ -120,6 +127,7 @@ export function useAsked(ask, every, needed) {
     look();
     return () => { over = true; clearTimeout(timer); document.removeEventListener("visibilitychange", back); };
   }, needed);
+  useEffect(() => { if (isOutage(state.error)) again.current(); }, [returned]);
   return { ...state, again: () => again.current() };
 }
 

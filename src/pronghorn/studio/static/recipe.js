@@ -1,5 +1,5 @@
 // A recipe as a form and as text, always in agreement; the plan of it on a GPU; and the start.
-import { html, useState, useEffect, useRef, get, post, useAsked, useLater, Command, Problem, Tile, count, percent, money, gigabytes, to, go } from "./lib.js";
+import { html, useState, useEffect, useRef, get, post, useAsked, useLater, useReturns, isOutage, Command, Problem, Tile, count, percent, money, gigabytes, to, go } from "./lib.js";
 
 const EMPTY = new Set(["", "[]", "{}"]);
 const LATER = 350; // ms after the last key
@@ -8,7 +8,7 @@ export function Recipe({ given, about }) {
   const files = useAsked(() => get("files"), 0, []), fields = useAsked(() => get("fields"), 0, []).value || [];
   const [file, name] = useState(given.get("file") || ""), [text, write] = useState(""), [known, know] = useState("");
   const [read, seen] = useState({ values: {}, problems: [], run: null }), [error, fail] = useState(null), [said, say] = useState(null), [saved, keep] = useState(""), [fresh, over] = useState(false);
-  const settled = useLater(text, LATER), turn = useRef(0);
+  const settled = useLater(text, LATER), turn = useRef(0), returned = useReturns();
   const open = async (path) => {
     fail(null); say(null);
     try { const one = await get("recipe", { file: path }); name(one.file); write(one.text); know(one.version); keep(one.text); seen(one); } catch (one) { fail(one); }
@@ -27,7 +27,7 @@ export function Recipe({ given, about }) {
     if (!settled) return;
     const mine = ++turn.current;
     post("recipe/read", { text: settled, name: file || "recipe" }).then((one) => { if (mine === turn.current) seen(one); }, fail);
-  }, [settled]);
+  }, [settled, returned]);
   const set = async (key, value) => {
     const mine = ++turn.current;
     try { const one = await post("recipe/edit", { text, key, value, name: file || "recipe" }); if (mine === turn.current) { write(one.text); seen(one); } fail(null); } catch (one) { fail(one); }
@@ -41,7 +41,7 @@ export function Recipe({ given, about }) {
     const mine = text;
     check({ text: mine, busy: true });
     try { const found = await post("ask", { question: "ready", text: mine, file: file || "my.yaml", name: file || "recipe" }); check((old) => (old?.text === mine ? { text: mine, found } : old)); }
-    catch (one) { check({ text: mine, found: { problems: one.problems || [{ what: one.message }], unanswered: one.status !== 422 } }); }
+    catch (one) { check(isOutage(one) ? null : { text: mine, found: { problems: one.problems || [{ what: one.message }], unanswered: one.status !== 422 } }); }
   };
   // By itself where nothing is asked of a hub: of a name half typed, too.
   useEffect(() => { if (later && later === text && !read.problems.length && files.value?.models.includes(read.values.model)) look(); }, [later, read]);
