@@ -544,18 +544,18 @@ def main() -> None:
             talk_and_export(page, home, arguments.shots)
             print("talk and export: yes", flush=True)
             a_fork(page, home)
-            rollouts(page, home, arguments.shots)
+            rollouts(page, home)
             by_keys(page)
             print("fork with the same losses, rollouts by reward, every control by the keyboard: yes", flush=True)
             queue(page, home)
             print("queue: moved, cancelled, finished: yes", flush=True)
-            figures_of_the_gpu(page, home)
-            print("curves of the GPU, cost as an axis: yes", flush=True)
             pages = {"runs": "#/runs", "run": "#/run?run=runs/mine", "recipe": "#/recipe?file=mine.yaml", "queue": "#/queue",
                      "data": "#/data?file=mine.yaml", "compare": "#/runs?run=runs/mine&run=runs/again",
                      "commands": "#/jobs"}  # fmt: skip
             shots(page, arguments.shots, pages)
             print("every page at 1280 and 400 px, light and dark, without a serious violation: yes", flush=True)
+            figures_of_the_gpu(page, home)  # made by hand, so in no picture
+            print("curves of the GPU, cost as an axis: yes", flush=True)
             gone(page, home)
             print("torn line, folder gone and back: yes", flush=True)
             page.quiet()

@@ -86,7 +86,7 @@ def a_fork(page: Page, home: Path) -> None:
     assert losses("again") == losses("mine")
 
 
-def rollouts(page: Page, home: Path, place: Path | None) -> None:
+def rollouts(page: Page, home: Path) -> None:
     from studio_parts import make_run, start, step
 
     told = [{"prompt": "2 + 2", "answer": f"answer {number}", "reward": number / 10} for number in range(10)]
@@ -103,7 +103,7 @@ def rollouts(page: Page, home: Path, place: Path | None) -> None:
     page.shows("1 of 10")
     page.fill("[aria-label=rollouts] input[type=search]", "")
     page.shows("2 of 10")
-    shots(page, place, {"rollouts": "#/run?run=runs/rl"}, below="Rollouts")
+    shots(page, None, {"rollouts": "#/run?run=runs/rl"})  # of a log made by hand: no picture to keep
     page.go("#/runs")
     page.shows("last event")
     shutil.rmtree(home / "runs" / "rl")
