@@ -9,9 +9,10 @@ export function Recipe({ given, about }) {
   const [file, name] = useState(given.get("file") || ""), [text, write] = useState(""), [known, know] = useState("");
   const [read, seen] = useState({ values: {}, problems: [], run: null }), [error, fail] = useState(null), [said, say] = useState(null), [saved, keep] = useState(""), [fresh, over] = useState(false);
   const settled = useLater(text, LATER), turn = useRef(0), returned = useReturns();
+  const now = useRef(""), edits = useRef(Promise.resolve()), opened = useRef(0);
   const open = async (path) => {
     fail(null); say(null);
-    try { const one = await get("recipe", { file: path }); name(one.file); write(one.text); know(one.version); keep(one.text); seen(one); } catch (one) { fail(one); }
+    try { const one = await get("recipe", { file: path }); opened.current++; name(one.file); write(one.text); know(one.version); keep(one.text); seen(one); } catch (one) { fail(one); }
   };
   const begin = async () => {
     fail(null); say(null);
@@ -19,7 +20,7 @@ export function Recipe({ given, about }) {
     const stem = (data || "my").split("/").pop().split(".")[0];
     try {
       const one = await post("recipe/new", { model: there.models[0] || "", data: data ? [data] : [], output: `runs/${stem}` });
-      name(`${stem}.yaml`); write(one.text); know(""); keep(""); seen(one);
+      opened.current++; name(`${stem}.yaml`); write(one.text); know(""); keep(""); seen(one);
     } catch (one) { fail(one); }
   };
   useEffect(() => { if (!files.value) return; if (given.get("file")) open(given.get("file")); else if (files.value.recipes.length) open(files.value.recipes[0]); else begin(); }, [files.value]);
@@ -28,10 +29,16 @@ export function Recipe({ given, about }) {
     const mine = ++turn.current;
     post("recipe/read", { text: settled, name: file || "recipe" }).then((one) => { if (mine === turn.current) seen(one); }, fail);
   }, [settled, returned]);
-  const set = async (key, value) => {
-    const mine = ++turn.current;
-    try { const one = await post("recipe/edit", { text, key, value, name: file || "recipe" }); if (mine === turn.current) { write(one.text); seen(one); } fail(null); } catch (one) { fail(one); }
-  };
+  now.current = text;
+  // One edit after the other, each of the text as it then stands; what is typed in the text meanwhile is edited again.
+  const set = (key, value, recipe = opened.current) => (edits.current = edits.current.then(async () => {
+    try {
+      let before, one;
+      do { before = now.current; one = await post("recipe/edit", { text: before, key, value, name: file || "recipe" }); } while (now.current !== before && opened.current === recipe);
+      if (opened.current !== recipe) return;
+      turn.current++; now.current = one.text; write(one.text); seen(one); fail(null);
+    } catch (one) { fail(one); }
+  }));
   const save = async () => {
     fail(null);
     try { const one = await post("recipe/save", { file, text, version: known }); know(one.version); keep(text); name(one.file); say({ text: `saved ${one.file}` }); files.again(); return true; } catch (one) { fail(one); return false; }
@@ -53,10 +60,10 @@ export function Recipe({ given, about }) {
       const job = await post("start", { file, verb, ...more });
       if (more.queue) { say({ text: html`It waits in the <a href=${to("queue")}>queue</a>.`, command: job.command }); return; }
       say({ text: verb === "train" ? "started; it goes on when this page is closed" : "started; its output is under Commands", command: job.command, job });
-      if (verb === "train") await opened(job);
+      if (verb === "train") await follow(job);
     } catch (one) { fail(one); }
   };
-  const opened = async (job) => { // the run's log appears some seconds after the start
+  const follow = async (job) => { // the run's log appears some seconds after the start
     for (let i = 0; i < 240; i++) {
       const now = await get("job", { id: job.id });
       if (!now.running) { fail({ message: "", problems: [{ what: `the command ended with exit code ${now.exit}`, why: now.output.trim().split("\n").slice(-8).join("\n") }] }); return; }
