@@ -112,7 +112,7 @@ class Page:
     def wait(self, found: Callable[[], Any], what: str) -> Any:
         until = time.monotonic() + PATIENCE
         while not (one := found()):
-            assert time.monotonic() < until, f"{what}; the page says:\n{self.text()[:1200]}\n{self.driver.get_log('browser')}"
+            assert time.monotonic() < until, f"{what}; the page says:\n{self.text()}\n{self.driver.get_log('browser')}"
             time.sleep(0.1)
         return one
 
@@ -318,7 +318,7 @@ def plan_and_data(page: Page, place: Path | None) -> None:
             "s.dispatchEvent(new Event('change', {bubbles: true}))")  # fmt: skip
     page.click("Plan")
     page.shows("peak memory")
-    page.shows("pronghorn plan mine.yaml --gpu rtx4090" if shutil.which("pronghorn") else "plan mine.yaml --gpu rtx4090")
+    page.shows("pronghorn plan mine.yaml --gpu rtx4090")
     page.choose("section[aria-label=plan] input[type=checkbox]", True)
     page.click("Plan")
     page.shows("The longest document that fits")
@@ -530,6 +530,7 @@ def main() -> None:
         folder(home)
         os.environ["PRONGHORN_CACHE"] = str(home / ".cache")
         os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # so that commands are short
         server = Server(home)
         try:
             page.size(*SIZES[0], dark=False)
