@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from processes import DEADLINE, alive, wait_until
 from pronghorn.errors import Problems
 from pronghorn.recipe_file import EXAMPLE, parse_recipe
 from pronghorn.report.gpu_log import append
+from pronghorn.small_files import read_small
 from pronghorn.studio import recipes
 from pronghorn.studio.control import checkpoints
 from pronghorn.studio.jobs import Jobs
@@ -228,6 +230,33 @@ def test_a_command_lives_without_the_studio(home: Path, monkeypatch: pytest.Monk
     assert not second.one(job["id"])["running"]
     assert first.one(job["id"], with_output=True)["output"].startswith("here\nbye")
     assert first.one(job["id"])["exit"] == 0
+
+
+def test_no_command_ends_without_its_exit_code(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads ask when it has just ended; one that ended after its code was asked for is still running."""
+    brief = home / "brief"
+    brief.write_text("#!/bin/sh\nexec sleep 1\n")
+    brief.chmod(0o755)
+    monkeypatch.setattr("pronghorn.studio.jobs.sys.executable", str(brief))
+    jobs = Jobs(home)
+    job = jobs.start("train", ["my.yaml"])
+    name = job["id"]
+    os.waitid(os.P_PID, job["pid"], os.WEXITED | os.WNOWAIT)  # ended, and not yet asked
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "poll", lambda _: None)
+        assert jobs.one(name)["running"]
+    other = threading.Thread(target=jobs.one, args=(name,))
+
+    def read(path: Path) -> bytes:
+        text = read_small(path)
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it waits for this one, or comes before it
+        return text
+
+    monkeypatch.setattr("pronghorn.studio.jobs.read_small", read)
+    assert jobs.one(name)["exit"] == 0
+    other.join()
 
 
 def test_a_number_that_another_process_has_now_is_not_running(home: Path) -> None:

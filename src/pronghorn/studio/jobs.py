@@ -131,19 +131,20 @@ class Jobs:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         place = self._folder / name / ABOUT
-        try:
-            facts = json.loads(read_small(place))
-            pid, born, _ = int(facts["pid"]), facts["born"], float(facts["began"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        with self._lock:
+        with self._lock:  # around the reading too: else another thread notes an exit code after it, and this one tells of none
+            try:
+                facts = json.loads(read_small(place))
+                pid, born, _ = int(facts["pid"]), facts["born"], float(facts["began"])
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                return None
             child = self._children.get(name)
             if child is not None and facts["exit"] is None and child.poll() is not None:
                 facts["exit"] = child.returncode if child.returncode >= 0 else 128 - child.returncode
                 with suppress(OSError):
                     write_json(place, facts)
                 del self._children[name]
-        facts["running"] = facts["exit"] is None and born != "" and _born(pid) == born
+        mine = child is not None  # one that ends between these two lines still runs, until its code is known
+        facts["running"] = facts["exit"] is None and (mine or (born != "" and _born(pid) == born))
         return dict(facts)
 
 
