@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import sys
 import sysconfig
 import time
@@ -18,6 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # As in an activated environment: commands are printed as `pronghorn ...` (program.py).
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's `&` turns Ctrl-C off, for all that tests start and stop, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
