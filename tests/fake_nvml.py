@@ -1,5 +1,5 @@
 """NVML and torch.cuda of a machine with two GPUs, for machines that have none. The structs and units are those of NVML's header
-(nvml.h); nobody has compared them with a real library."""
+(nvml.h); `test_a_real_gpu_says_what_torch_says` compares them with a real library, on a GPU."""
 
 from __future__ import annotations
 

@@ -26,6 +26,12 @@ def program() -> str:
     return NAME if found and script.samefile(found) else shlex.quote(_short(script))
 
 
+def module(name: str) -> list[str]:
+    """Starts a module in a process of its own. -P: else a file of the working folder called like a library, such as `torch.py`,
+    would run in its place."""
+    return [sys.executable, "-P", "-m", name]
+
+
 def command(*words: str) -> str:
     return f"{program()} {shlex.join(words)}"
 

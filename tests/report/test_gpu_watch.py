@@ -1,4 +1,4 @@
-"""What the GPUs do, sampled beside a run. NVML is a stand-in (fake_nvml.py): no real GPU is asked."""
+"""What the GPUs do, sampled beside a run. NVML is a stand-in (fake_nvml.py), but for one test on a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from synthetic_run import synthetic_events
 
@@ -40,6 +41,23 @@ def test_a_sample_is_what_the_library_writes() -> None:
         "memory": 30_000_000_000, "total": 80_000_000_000, "own": 29_000_000_000, "power": 250.5, "utilisation": 97,
         "energy": 1500.0,
     }  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_real_gpu_says_what_torch_says() -> None:
+    block = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    about = torch.cuda.get_device_properties(block.device)
+    nvml = Nvml([str(about.uuid)])
+    (before,), (after,) = nvml.sample(), nvml.sample()
+    assert before["memory"] is not None
+    assert before["total"] is not None
+    assert block.nbytes <= before["memory"] <= before["total"]
+    assert about.total_memory <= before["total"] < 1.1 * about.total_memory
+    assert before["power"] is None or 1.0 < before["power"] < 3000.0  # watts
+    assert before["utilisation"] is None or 0 <= before["utilisation"] <= 100
+    if before["energy"] is not None:
+        assert after["energy"] is not None
+        assert after["energy"] >= before["energy"] > 0.0
 
 
 @pytest.mark.parametrize(
@@ -180,7 +198,8 @@ def test_a_torn_line_and_what_is_no_sample_are_left_out(tmp_path: Path) -> None:
         log.write(json.dumps(huge).encode() + b"\n")
     append(tmp_path, 2, 20.0, [one()])
     assert reader.refresh()
-    assert list(reader.times) == list(GpuLog.of(tmp_path).times) == [0.0, 10.0, 20.0]
+    assert list(reader.times) == list(GpuLog.of(tmp_path).times) == [0.0, 10.0, 15.0, 20.0]
+    assert math.isnan(reader.columns["power"][2])  # as if the GPU did not tell
     assert not reader.refresh()
 
 

@@ -23,7 +23,7 @@ from pronghorn.report.gpu_log import append
 from pronghorn.small_files import read_small
 from pronghorn.studio import recipes
 from pronghorn.studio.control import checkpoints
-from pronghorn.studio.jobs import Jobs
+from pronghorn.studio.jobs import Jobs, Worker
 from studio_parts import Browser, make_run, start, step, studio, written
 
 RECIPE = """\
@@ -217,7 +217,7 @@ def test_a_command_lives_without_the_studio(home: Path, monkeypatch: pytest.Monk
     code = "import time\nprint('here', flush=True)\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    print('bye')\n"
     wait.write_text(f"#!{sys.executable}\n{code}")
     wait.chmod(0o755)
-    monkeypatch.setattr("pronghorn.studio.jobs.sys.executable", str(wait))
+    monkeypatch.setattr("sys.executable", str(wait))
     first = Jobs(home)
     job = first.start("train", ["my.yaml"], "runs/new")
     assert job["command"].endswith("train my.yaml")
@@ -232,12 +232,27 @@ def test_a_command_lives_without_the_studio(home: Path, monkeypatch: pytest.Monk
     assert first.one(job["id"])["exit"] == 0
 
 
+def test_no_file_of_the_folder_runs_in_a_librarys_place(home: Path) -> None:
+    """A folder from elsewhere may have a `rich.py`: Python would import it first, where it was started to run a module."""
+    for name in ("rich", "pydantic", "torch", "json"):
+        (home / f"{name}.py").write_text("open('ran', 'w')\nraise SystemExit(9)\n")
+    jobs = Jobs(home)
+    job = jobs.start("check", ["none.yaml"])
+    jobs.wait(job["id"])
+    assert jobs.one(job["id"])["exit"] == 2, jobs.output(job["id"])
+    assert "none.yaml" in jobs.output(job["id"])
+    worker = Worker(home)
+    assert "problems" in worker.ask({"question": "plan", "recipe": "", "set": []})
+    worker.close()
+    assert not (home / "ran").exists()
+
+
 def test_no_command_ends_without_its_exit_code(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads ask when it has just ended; one that ended after its code was asked for is still running."""
     brief = home / "brief"
     brief.write_text("#!/bin/sh\nexec sleep 1\n")
     brief.chmod(0o755)
-    monkeypatch.setattr("pronghorn.studio.jobs.sys.executable", str(brief))
+    monkeypatch.setattr("sys.executable", str(brief))
     jobs = Jobs(home)
     job = jobs.start("train", ["my.yaml"])
     name = job["id"]
@@ -286,7 +301,7 @@ def test_a_run_that_begins_is_not_started_twice_and_can_be_stopped(
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 300\n")
     slow.chmod(0o755)
-    monkeypatch.setattr("pronghorn.studio.jobs.sys.executable", str(slow))
+    monkeypatch.setattr("sys.executable", str(slow))
     (home / "my.yaml").write_text(RECIPE)
     job = page.post("/api/start", file="my.yaml")
     assert "another run uses" in page.post("/api/start", 409, file="my.yaml")["error"]["what"]

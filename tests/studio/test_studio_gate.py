@@ -18,7 +18,6 @@ import pytest
 
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.studio import app as studio_app
-from pronghorn.studio import jobs as studio_jobs
 from pronghorn.studio.gate import LARGEST_BODY, LARGEST_FILE
 from studio_parts import Browser, make_run, start, step, studio
 
@@ -179,7 +178,7 @@ def test_names_never_reach_a_shell(page: Browser, home: Path, tmp_path: Path, mo
         f"#!{sys.executable}\nimport sys, pathlib\npathlib.Path({str(told)!r}).write_text('\\n'.join(sys.argv[1:]))\n"
     )
     echo.chmod(0o755)
-    monkeypatch.setattr(studio_jobs.sys, "executable", str(echo))
+    monkeypatch.setattr(sys, "executable", str(echo))
     for name in (
         "a; touch pwned.yaml",
         "$(touch pwned).yaml",
@@ -191,7 +190,7 @@ def test_names_never_reach_a_shell(page: Browser, home: Path, tmp_path: Path, mo
         (home / name).write_text(RECIPE)
         ended(page, page.post("/api/start", file=name))
         expected = f"./{name}" if name.startswith("-") else name
-        assert told.read_text().splitlines() == ["-m", "pronghorn.cli", "train", expected]
+        assert told.read_text().splitlines() == ["-P", "-m", "pronghorn.cli", "train", expected]
         assert not (home / "pwned").exists()
     page.post("/api/start", 400, file="my.yaml", verb="train --fresh; x")
     for keys in (
@@ -207,7 +206,7 @@ def test_names_never_reach_a_shell(page: Browser, home: Path, tmp_path: Path, mo
     (home / "my.yaml").write_text(RECIPE)
     ended(page, page.post("/api/start", file="my.yaml", verb="sweep", keys="train.lr=1e-4,1e-3 lora.r=8"))
     swept = ["sweep", "my.yaml", "train.lr=1e-4,1e-3", "lora.r=8", "-o", f"{parse_recipe(RECIPE).output}-sweep"]
-    assert told.read_text().splitlines() == ["-m", "pronghorn.cli", *swept]
+    assert told.read_text().splitlines() == ["-P", "-m", "pronghorn.cli", *swept]
     page.post("/api/export", 400, run="runs/one", to="merged --push-to-hub a/b")
     page.post("/api/export", 400, run="runs/one", to="--no-check")
 

@@ -106,7 +106,7 @@ def shown(number: int, *samples: tuple[str, Any]) -> dict[str, Any]:
 
 
 def test_rollouts_are_found_by_text_and_reward(page: Browser, tmp_path: Path) -> None:
-    events = [start(), shown(1, ("four", 1.0), ("Five", -0.5)), shown(2, ("FIVE", 0.25), ("six", "nan")),
+    events = [start(), shown(1, ("four", 1.0), ("Five", -0.5)), shown(2, ("FIVE", 0.25), ("six", int("9" * 400))),
               shown(3, ("lost", 9.0)), start(2, 2), shown(3, ("five or six", 0.0))]  # fmt: skip
     log = make_run(tmp_path / "runs" / "rl", events) / "run.jsonl"
 

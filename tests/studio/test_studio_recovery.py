@@ -79,8 +79,7 @@ class Server:
         program.chmod(0o755)
         (home / "run.py").write_text(RUN)
         code = (
-            "from types import SimpleNamespace; from pathlib import Path; from pronghorn.studio import jobs, server;"
-            f"jobs.sys = SimpleNamespace(executable={str(program)!r});"
+            f"import sys; from pathlib import Path; from pronghorn.studio import server; sys.executable = {str(program)!r};"
             f"server.serve(Path.cwd(), [Path('runs')], [], server.Entry(), {port}, browse=False, demo=False, as_json=True)"
         )
         environment = {**os.environ, "PYTHONPATH": PATH, "PRONGHORN_CACHE": str(home / "cache")}

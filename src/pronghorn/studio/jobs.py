@@ -13,7 +13,6 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pronghorn.program import command
+from pronghorn.program import command, module
 from pronghorn.serve.asked import RequestError
 from pronghorn.small_files import read_small
 
@@ -55,7 +54,7 @@ class Jobs:
             place.mkdir(parents=True, exist_ok=bool(queued))
             with (place / OUTPUT).open("ab") as output:
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "pronghorn.cli", *typed],
+                    [*module("pronghorn.cli"), *typed],
                     cwd=self.home,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -182,7 +181,7 @@ class Worker:
             process = self._process
             if process is None or process.poll() is not None:
                 process = self._process = subprocess.Popen(
-                    [sys.executable, "-m", "pronghorn.studio.worker"],
+                    module("pronghorn.studio.worker"),
                     cwd=self._home,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

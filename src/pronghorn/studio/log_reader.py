@@ -22,6 +22,7 @@ from pronghorn.report.plots import Point
 from pronghorn.report.run_log import FILE_NAME, as_number, parse_event
 from pronghorn.report.run_stats import Curve, RunStats, run_stats
 
+AXES = ("step", "tokens", "hours", "cost")
 COLUMNS = ("time", "step", "loss", "grad_norm", "lr", "tokens", "seconds", "seen_tokens")
 # What `train/run/run_events.py` writes of every step. Anything more (rewards, margins) makes it a line of its own kind.
 LINE = re.compile(
@@ -158,10 +159,7 @@ class LogReader:
 
     def _add_figures(self, event: dict[str, Any]) -> None:
         for name in event.keys() - USUAL:
-            try:
-                value = as_number(event[name])
-            except OverflowError:  # a number of 400 digits
-                continue
+            value = as_number(event[name])
             if name not in self.figures and (len(self.figures) >= MOST_FIGURES or not math.isfinite(value)):
                 continue
             column = self.figures.setdefault(name, array("d"))
@@ -244,7 +242,7 @@ class LogReader:
         """Hours and cost (USD, at the price that the log has) are of the steps, without loading and evaluations."""
         if x == "tokens":
             return self.columns["seen_tokens"]
-        if x not in ("hours", "cost"):
+        if x not in AXES[2:]:
             return self.columns["step"]
         run = run_stats(self.events)
         an_hour = run.gpus * (run.price or 0.0) if x == "cost" else 1.0

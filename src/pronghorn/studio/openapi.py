@@ -12,6 +12,8 @@ from starlette.routing import Route
 
 from pronghorn import __version__
 from pronghorn.recipe import Recipe
+from pronghorn.studio.log_reader import AXES
+from pronghorn.studio.rollouts import SORTS
 
 TEXT: dict[str, Any] = {"type": "string"}
 TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
@@ -20,11 +22,18 @@ QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     "/api/overlay": {
         "run": TEXTS,
         "y": TEXT | {"default": "loss"},
-        "x": {"enum": ["step", "tokens", "hours"], "default": "step"},
+        "x": {"enum": [*AXES], "default": AXES[0]},
         "smooth": {"type": "number", "minimum": 0, "maximum": 0.5, "default": 0},
     },
     "/api/differences": {"run": TEXTS},
     "/api/answers": {"run": TEXT},
+    "/api/rollouts": {
+        "run": TEXT,
+        "text": TEXT,
+        "low": {"type": "number"},
+        "high": {"type": "number"},
+        "sort": {"enum": [*SORTS], "default": next(iter(SORTS))},
+    },
     "/api/live": {"run": TEXT},
     "/api/recipe": {"file": TEXT},
     "/api/job": {"id": TEXT},

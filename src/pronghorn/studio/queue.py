@@ -11,14 +11,13 @@ from __future__ import annotations
 import fcntl
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from pronghorn.program import command
+from pronghorn.program import command, module
 from pronghorn.report.run_log import FILE_NAME
 from pronghorn.serve.asked import RequestError
 from pronghorn.small_files import read_small
@@ -44,9 +43,7 @@ class Queue:
         sign = {"running": 1, "waiting": 1, "cancelled": -1, "ended": -1}
         return sorted(found, key=lambda one: (min(STATES.index(one["state"]), 2), sign[one["state"]] * one["place"], one["id"]))
 
-    def one(self, name: object) -> dict[str, Any]:
-        if not isinstance(name, str):
-            raise RequestError("`id` is not text")
+    def one(self, name: str) -> dict[str, Any]:
         found = next((entry for entry in self.entries() if entry["id"] == name), None)
         if found is None:
             raise RequestError("nothing in the queue has this id", status=404)
@@ -77,9 +74,9 @@ class Queue:
                 self._start_worker()
         return self.one(name)
 
-    def move(self, name: object, to: object) -> dict[str, Any]:
+    def move(self, name: str, to: int) -> dict[str, Any]:
         """`to`: its new place among those that wait, from 1; beyond the end is the end."""
-        if type(to) is not int or to < 1:
+        if to < 1:
             raise RequestError("the new place is not a whole number from 1")
         with self._change():
             moved = self.one(name)
@@ -94,7 +91,7 @@ class Queue:
                     self._write(entry | {"place": place})
         return self.one(name)
 
-    def cancel(self, name: object) -> dict[str, Any]:
+    def cancel(self, name: str) -> dict[str, Any]:
         """What waits is not started; what runs gets Ctrl-C, so a run saves first."""
         with self._change():
             entry = self.one(name)
@@ -140,7 +137,7 @@ class Queue:
     def _start_worker(self) -> None:
         with (self._folder / "worker.txt").open("ab") as output:
             subprocess.Popen(
-                [sys.executable, "-m", "pronghorn.cli", "queue", "run"],
+                [*module("pronghorn.cli"), "queue", "run"],
                 cwd=self.home,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from pronghorn.errors import PronghornError
+from pronghorn.program import module
 from pronghorn.report.run_log import RunLog
 
 PROCESS = "pronghorn.report.loggers.process"
@@ -66,7 +67,7 @@ class _LoggerProcess:
         try:
             with self._output.open("ab") as output:
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-P", "-m", PROCESS, *words],
+                    [*module(PROCESS), *words],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=output,
