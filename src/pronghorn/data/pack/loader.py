@@ -165,11 +165,17 @@ class BatchLoader:
 
 
 def evaluation_batches(
-    table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1, deal: tuple[int, int] = (0, 1)
+    table: TokenRows,
+    capacity: int,
+    pad_id: int = 0,
+    together: int = 1,
+    deal: tuple[int, int] = (0, 1),
+    few_shapes: bool = False,
 ) -> Iterator[PackedBatch]:
     """Every document once, in the table's order as far as packing allows; with several ranks, dealt out to them in turn, to
-    each as many packs as to any other: the last may be empty."""
+    each as many packs as to any other: the last may be empty. `few_shapes`: padded as those of a run are."""
     packs, (rank, ranks) = pack_in_order(groups_of(table, together), capacity), deal
+    shapes = Shapes.planned(table, packs, capacity) if few_shapes else None
     for first in range(0, len(packs), ranks):
         rows = packs[first + rank] if first + rank < len(packs) else packs.order[:0]
-        yield build_batch(table, rows, capacity, pad_id)
+        yield build_batch(table, rows, capacity, pad_id, shapes)

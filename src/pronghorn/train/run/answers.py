@@ -49,6 +49,7 @@ def measure(session: Session, progress: Callable[[str, int, int], None]) -> Eval
         progress=progress,
         objective=session.objective,
         world=session.world,
+        step=session.take_step,
     )
 
 

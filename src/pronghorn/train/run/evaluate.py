@@ -33,6 +33,7 @@ from pronghorn.train.run.paired import (
     mean_error,
     of_text,
 )
+from pronghorn.train.step.step import Step
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,10 @@ def evaluate(
     progress: Callable[[str, int, int], None] | None = None,
     objective: Objective | None = None,
     world: World | None = None,
+    step: Step | None = None,
 ) -> Evaluation:
-    """Mean over all held-out tokens with loss, or over what the objective counts: the same number for any capacity."""
+    """Mean over all held-out tokens with loss, or over what the objective counts: the same number for any capacity. `step`: of
+    the run in which this happens, with the same objective; it may have captured the forward."""
     objective, world = objective or Supervised(), world or World()
     was_training = model.training
     model.eval()
@@ -73,9 +76,14 @@ def evaluate(
     rows: list[tuple[list[int], Counts, torch.Tensor]] = []  # of each batch: documents, borders, losses. Not the batch itself
     if progress:
         progress("evaluating", 0, len(table))  # the first batch alone may take many seconds on a CPU
-    for batch in evaluation_batches(table, capacity, pad_id, objective.together, (world.rank, world.size)):
-        with autocast():
-            sums = objective.sums(model, objective.complete(batch, table).to(device))
+    deal, few_shapes = (world.rank, world.size), step is not None and step.captures
+    for batch in evaluation_batches(table, capacity, pad_id, objective.together, deal, few_shapes):
+        completed = objective.complete(batch, table)
+        if step is not None:
+            sums = step.sums(completed)
+        else:
+            with autocast():
+                sums = objective.sums(model, completed.to(device))
         total += sums.loss.double()
         if sums.rows_N is not None:
             rows.append((list(batch.documents), loss_borders(batch), sums.rows_N))

@@ -38,8 +38,9 @@ from pronghorn.model.lora_grad_buffer import LoraGradBuffer, shared_gradients
 from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective
-from pronghorn.train.objectives.objective import Divisor
+from pronghorn.train.objectives.objective import Divisor, Sums
 from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_sums import GraphedSums
 from pronghorn.train.step.step import (
     EagerStep,
     StageTimer,
@@ -101,6 +102,7 @@ class GraphedStep(Step):
         self._adamw, self._say, self._must = optimizer, say, must
         self._cuda = device.type == "cuda"
         self._graphs = Graphs(device, failed=self._capture_failed)
+        self._evaluated = GraphedSums(model, self._forward, self._graphs, say, device)
         self._built = 0  # the engine's `rebuilt` that the graphs belong to
         self._accumulated = False  # whether the step under way has gradients already
         self._micros: dict[tuple[Any, ...], _Micro] = {}  # by the shape of a pack
@@ -155,6 +157,13 @@ class GraphedStep(Step):
             loss, grad_norm, *watched = done.report.tolist()
         return StepResult(loss, grad_norm, self.objective.figures(watched), losses_of(done.rows))
 
+    @property
+    def captures(self) -> bool:
+        return self._graphs.captures and self._evaluated.captures
+
+    def sums(self, batch: PackedBatch) -> Sums:
+        return self._evaluated(batch)
+
     def release(self) -> None:
         super().release()
         if self._sums is not None:
@@ -167,6 +176,7 @@ class GraphedStep(Step):
         if self._cuda:
             self._copies.synchronize()  # before the memory that it writes is another tensor's
         self._micros.clear()
+        self._evaluated.forget()
         self._staging.clear()
         self._forget_update()
         self._graphs.forget()
@@ -206,10 +216,9 @@ class GraphedStep(Step):
 
     def _forward_backward(self, inputs: PackedBatch, rows_N: torch.Tensor | None = None) -> None:
         try:
-            with self.autocast():
-                sums = self.objective.sums(self.model, inputs)
-                loss = sums.loss * self._share
-                loss = loss.sum() if loss.dim() else loss
+            sums = self._forward(inputs)
+            loss = sums.loss * self._share
+            loss = loss.sum() if loss.dim() else loss
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             finish_backward(self.model)  # joins its stream, without which a capture that fails could not even be ended

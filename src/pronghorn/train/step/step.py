@@ -26,7 +26,7 @@ from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
-from pronghorn.train.objectives.objective import document_losses, mean_of
+from pronghorn.train.objectives.objective import Sums, document_losses, mean_of
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.optim import trainable
 
@@ -83,6 +83,19 @@ class Step(ABC):
     @abstractmethod
     def finish(self, stage: StageTimer = lambda _: nullcontext()) -> StepResult:
         """The numbers of the oldest step that was begun and not finished; waits for it."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether evaluations, too, gain by packs of few shapes."""
+        return False
+
+    def sums(self, batch: PackedBatch) -> Sums:
+        """Those of an evaluation's batch, which is on the host. Called without gradients, between steps."""
+        return self._forward(batch.to(self.device))
+
+    def _forward(self, batch: PackedBatch) -> Sums:
+        with self.autocast():
+            return self.objective.sums(self.model, batch)
 
     def hold_update(self, until: Callable[[], None]) -> None:
         """`until` is called before the weights change next: a checkpoint's copies read them until then."""
@@ -170,10 +183,9 @@ class EagerStep(Step):
         for host_batch in step_batch.batches:
             batch = host_batch.to(self.device)
             try:
-                with self.autocast():
-                    # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
-                    sums = self.objective.sums(self.model, batch)
-                    loss = mean_of(sums.loss, divisor)
+                # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
+                sums = self._forward(batch)
+                loss = mean_of(sums.loss, divisor)
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             finally:
                 finish_backward(self.model)
