@@ -101,6 +101,5 @@ def _each(sums: Sums, change: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
 
 
 def _differ(one: Sums, other: Sums) -> bool:
-    return any(
-        mine is not None and theirs is not None and not mine.equal(theirs) for mine, theirs in zip(one, other, strict=True)
-    )
+    pairs = zip(one, other, strict=True)
+    return any(mine is not None and theirs is not None and not mine.equal(theirs) for mine, theirs in pairs)
