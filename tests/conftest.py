@@ -25,6 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's `&` turns Ct
 import pytest
 
 import tables
+from gpu_gate import speaks_of_a_gpu
 from imported_python import ImportedPython, forks_have_threads
 from order import long_first
 from pronghorn.process import importing
@@ -200,15 +201,13 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-@functools.cache
-def _speaks_of_cuda(file: Path) -> bool:
-    return KERNELS in file.parents or "cuda" in file.read_text(encoding="utf-8").lower()
+_speaks_of_a_gpu = functools.cache(speaks_of_a_gpu)
 
 
 @pytest.fixture(autouse=True)
 def _cpu_unless_asked_for(request: pytest.FixtureRequest) -> None:
-    """Tests in files that do not speak of CUDA have the CPU's numbers in mind: `make gpu-test` leaves those files out."""
-    if not _speaks_of_cuda(request.path):
+    """Tests in files that do not speak of a GPU have the CPU's numbers in mind: `make gpu-test` leaves those files out."""
+    if not _speaks_of_a_gpu(request.path):
         request.getfixturevalue("_no_gpu")
 
 

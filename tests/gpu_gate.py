@@ -3,8 +3,8 @@
 CI has no GPU, so this file is what says that a commit was seen to work on one: counts, failures, device, versions, date, and
 the git tree hashes of src/pronghorn and tests as they were on disk (`git rev-parse HEAD:src/pronghorn` must print the same).
 
-Chosen are the test files that mention CUDA, without those and the cases that ask for the CPU (`make test` has them). They
-run in several processes; tests marked `alone` follow one by one, because they measure or fill the GPU's memory.
+Chosen are the test files that mention CUDA or ON_GPU, without those and the cases that ask for the CPU (`make test` has them).
+They run in several processes; tests marked `alone` follow one by one, because they measure or fill the GPU's memory.
 
     python tests/gpu_gate.py [--processes 14] [--out FILE] [words for pytest]
 """
@@ -31,12 +31,16 @@ VERSIONS = ("torch", "triton", "transformers", "peft", "bitsandbytes")
 NOTHING_CHOSEN = 5  # pytest's exit code
 
 
+def speaks_of_a_gpu(file: Path) -> bool:
+    """Others have the CPU's numbers in mind, and get the CPU (conftest.py)."""
+    text = file.read_text(encoding="utf-8")
+    return file.parent.name == "kernels" or "cuda" in text.lower() or "ON_GPU" in text
+
+
 def chosen_files() -> list[str]:
     def chosen(file: Path) -> bool:
-        text = file.read_text(encoding="utf-8")
-        if 'pytestmark = pytest.mark.usefixtures("_no_gpu")' in text:
-            return False
-        return "cuda" in text.lower() or file.parent.name == "kernels"
+        asks_for_the_cpu = 'pytestmark = pytest.mark.usefixtures("_no_gpu")' in file.read_text(encoding="utf-8")
+        return speaks_of_a_gpu(file) and not asks_for_the_cpu
 
     return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").rglob("test_*.py")) if chosen(file)]
 
