@@ -121,6 +121,18 @@ def test_the_host_asks_the_device_for_nothing(kind: str, values: dict[str, Any])
     assert (scale is not None) == (kind == "ministral3")
 
 
+def test_a_fixed_alpha_asks_for_no_largest_position() -> None:
+    """transformers 5.17 asks, and captured steps of Hunyuan failed there."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+    backbone, expected, _ = tables_of("hunyuan_v1_dense", head_dim=8, rope_parameters=parameters)
+    backbone.rotary_emb.rope_type = "dynamic"  # as it is called there
+    found, spans_2T = Positions(backbone, backbone.config, head_widths(backbone)), torch.zeros(2, 48, dtype=torch.int32)
+    torch.testing.assert_close(found.rotary(positions(), spans_2T), expected, rtol=0, atol=1e-7)
+    backbone.to("meta")
+    cos, sin = found.rotary(positions().to("meta"), spans_2T.to("meta"))["every layer"]
+    assert cos.shape == sin.shape == (48, 4)
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])  # sections side by side, interleaved
 def test_positions_of_three_rows_are_those_of_the_models_own_layers(kind: str) -> None:
     own, fast = make_image_text_model(kind), make_image_text_model(kind)

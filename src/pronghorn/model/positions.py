@@ -50,6 +50,8 @@ class Positions:
             raise ValueError(f"positions {list(positions_T.shape)}: {type(module).__name__} takes one row")
         if rope_type == "longrope":
             return self._long_or_short(module, kind, prefix, positions_T, spans_2T)
+        if rope_type == "dynamic":  # with `alpha` it is static, but transformers 5.17 asks the device for the largest position
+            return _turned(positions_T, module.original_inv_freq.to(positions_T.device), module.attention_scaling)
         like = torch.empty(0, dtype=torch.float32, device=positions_T.device)
         given = positions_T.unsqueeze(-2)
         if sections:  # text has the same number in all three rows
@@ -79,9 +81,7 @@ class Positions:
         short = getattr(module, f"{prefix}original_inv_freq").to(device)
         last_T = positions_T.index_select(0, spans_2T[1].clamp(min=1) - 1)  # of the token's document
         frequencies = torch.where((last_T >= first_length)[:, None], self._long[kind][None], short[None])
-        angles = positions_T[:, None].float() * frequencies
-        factor = getattr(module, f"{prefix}attention_scaling")
-        return angles.cos() * factor, angles.sin() * factor
+        return _turned(positions_T, frequencies, getattr(module, f"{prefix}attention_scaling"))
 
     def query_scale(self, positions_T: Tensor) -> Tensor | None:
         """[T]: 1 + beta log(1 + position // L)."""
@@ -92,3 +92,8 @@ class Positions:
 
     def chunks(self, cu_seqlens: Tensor, tokens: int) -> Tensor | None:
         return chunk_table(cu_seqlens, tokens) if self._in_chunks else None
+
+
+def _turned(positions_T: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    angles = positions_T[:, None].float() * frequencies
+    return angles.cos() * factor, angles.sin() * factor
