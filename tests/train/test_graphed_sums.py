@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def evaluated(step: GraphedStep, *, of_the_run: bool = True) -> Evaluation:
 def require_same(one: Evaluation, other: Evaluation, rel: float) -> None:
     assert one.tokens == other.tokens
     assert one.loss == pytest.approx(other.loss, rel=rel)
-    assert one.losses_R == pytest.approx(other.losses_R, rel=100 * rel, abs=1e-4)
+    assert one.losses_R == pytest.approx(other.losses_R, rel=10 * rel, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -84,8 +83,8 @@ class Failing:
 
     captures, tries = True, 0
 
-    def __init__(self, error: str) -> None:
-        self.error = error
+    def __init__(self, error: str, changed: torch.Tensor) -> None:
+        self.error, self.changed = error, changed
 
     def attempt(self, work: Any) -> None:
         work()
@@ -94,13 +93,9 @@ class Failing:
         self.tries += 1
         if self.error:
             raise RuntimeError(self.error)
-        with torch.no_grad():
-            for parameter in self.parameters:
-                parameter.mul_(1.5)
+        self.changed.mul_(1.5)
         works[0]()
         return [lambda: None]
-
-    parameters: Any = ()
 
 
 @pytest.mark.parametrize(("error", "told"), [("no room", "no room"), ("", "a replay's sums differ")])
@@ -108,8 +103,8 @@ def test_a_capture_that_fails_costs_a_sentence(error: str, told: str) -> None:
     said: list[str] = []
     step = graphed(model := model_of(), said=said)
     exact = evaluated(step, of_the_run=False)
-    step._graphs = step._evaluated._graphs = graphs = Failing(error)  # type: ignore[assignment]
-    graphs.parameters = [] if error else [model.get_base_model().lm_head.weight]
+    graphs = Failing(error, model.get_base_model().lm_head.weight.data)
+    step._graphs = step._evaluated._graphs = graphs  # type: ignore[assignment]
     batches = list(evaluation_batches(HELD_OUT, CAPACITY, few_shapes=True))
     assert len(batches) > EAGER_FIRST + 1
     found = evaluated(step)
@@ -117,9 +112,3 @@ def test_a_capture_that_fails_costs_a_sentence(error: str, told: str) -> None:
     assert [told in line for line in said] == [True]
     if error:
         require_same(found, exact, 1e-6)
-
-
-def test_what_is_no_run_has_no_step() -> None:
-    step = graphed(model_of())
-    plain = evaluate(step.model, HELD_OUT, capacity=CAPACITY, device=DEVICE, pad_id=0, autocast=nullcontext)
-    require_same(evaluated(step), plain, 1e-6)

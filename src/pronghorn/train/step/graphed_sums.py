@@ -1,6 +1,6 @@
 """Sums of batches without gradients, replayed as CUDA graphs: evaluations take them, over and over.
 
-The eager forward of a small model waits for its launches: SmolLM2-135M takes 50 ms a pack on an H200, of which the GPU works 8.
+The eager forward of a small model waits for its launches most of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.packs import PackedBatch
 from pronghorn.train.objectives.objective import Sums
 
-EAGER_FIRST = 4  # packs of each shape: a capture takes 0.25 s, six times what a small model's replay saves
+EAGER_FIRST = 4  # packs of each shape: a capture takes as long as several of them
 
 
 @dataclass
