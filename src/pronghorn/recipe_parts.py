@@ -293,6 +293,9 @@ class World(Section):
     # method full, the weights, their gradients and the optimizer's moments; experts: frozen experts, with their adapters, to
     # which tokens are sent; none: nothing. auto: none where it fits, else base or full
     shard: Literal["auto", "none", "base", "full", "experts"] = "auto"
+    # groups of ranks that each hold a whole copy of what is sharded (HSDP); a group's ranks are consecutive, as on one machine
+    replicate: PositiveInt = 1
+    context: PositiveInt = 1  # consecutive ranks that share each pack, for documents that one GPU cannot hold
 
 
 class Parts(Section):

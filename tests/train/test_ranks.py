@@ -161,6 +161,27 @@ def test_a_collective_that_ends_just_after_a_timeout_has_not_failed(tmp_path: Pa
     assert in_ranks(go, tmp_path) == [(0, "3.0"), (0, "3.0")]
 
 
+def test_neighbours_are_a_world_of_their_own(tmp_path: Path) -> None:
+    def go(world: World) -> str:
+        pair = world.neighbours(2)
+        sums, whole, part = torch.tensor([float(world.rank)]), torch.empty(2), torch.empty(1)
+        pair.add_up([sums])
+        pair.gather(whole, torch.tensor([float(world.rank)])).wait()
+        pair.scatter_sum(part, torch.tensor([1.0, 10.0]) * (world.rank + 1)).wait()
+        sent = pair.sent_by(1, lambda: world.rank)
+        assert world.neighbours(4) is world
+        assert world.neighbours(1).size == 1
+        assert world.total(1.0) == (4.0,)
+        return f"{pair.rank}/{pair.size} {sums.tolist()} {whole.tolist()} {part.tolist()} {sent} {pair.total(1.0)}"
+
+    assert in_ranks(go, tmp_path, size=4) == [
+        (0, "0/2 [1.0] [0.0, 1.0] [3.0] 1 (2.0,)"),
+        (0, "1/2 [1.0] [0.0, 1.0] [30.0] 1 (2.0,)"),
+        (0, "0/2 [5.0] [2.0, 3.0] [7.0] 3 (2.0,)"),
+        (0, "1/2 [5.0] [2.0, 3.0] [70.0] 3 (2.0,)"),
+    ]
+
+
 def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
     """Its functions, as they run where nothing is captured: gradients go to one flat buffer, which is summed once a step."""
     table = random_table(40)

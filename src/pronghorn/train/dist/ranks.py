@@ -104,6 +104,8 @@ def all_different(gpus: Sequence[str]) -> bool:
 class Ranks(World):
     """`with join() as world:` until the run is over."""
 
+    _group: dist.ProcessGroup | None = None  # all ranks
+
     def __init__(self, store: Any, rank: int, peers: Sequence[Peer], backend: str) -> None:
         self.rank, self.size, self.backend = rank, len(peers), backend
         self.captures = self.ordered = "nccl" in backend  # NCCL has one stream; gloo has threads
@@ -204,9 +206,9 @@ class Ranks(World):
 
     def _sum(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         if tensor.is_cuda and self.captures:  # on the stream that works, and not on one of torch's own
-            dist.all_reduce(tensor, how)
+            dist.all_reduce(tensor, how, group=self._group)
         else:
-            self.finish(dist.all_reduce(tensor, how, async_op=True), tensor)
+            self.finish(dist.all_reduce(tensor, how, group=self._group, async_op=True), tensor)
 
     def finish(self, work: dist.Work, tensor: Tensor) -> None:
         """Waits for what was begun with `async_op`, or, over NCCL, lets the stream wait; and no longer than the run goes on."""
@@ -238,9 +240,9 @@ class Ranks(World):
         self._computed(part)
         with self.together(whole.nbytes):
             if not self._staged(whole):
-                return _Begun(self, dist.all_gather_into_tensor(whole, part, async_op=True), whole)
+                return _Begun(self, dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True), whole)
             there = torch.empty_like(whole, device="cpu")
-            self.finish(dist.all_gather_into_tensor(there, part.cpu(), async_op=True), there)
+            self.finish(dist.all_gather_into_tensor(there, part.cpu(), group=self._group, async_op=True), there)
             whole.copy_(there)
         return Pending()
 
@@ -248,9 +250,9 @@ class Ranks(World):
         self._computed(whole)
         with self.together(whole.nbytes):
             if not self._staged(whole):
-                return _Begun(self, _reduce_scatter(part, whole, async_op=True), part)
+                return _Begun(self, _reduce_scatter(part, whole, group=self._group, async_op=True), part)
             there = torch.empty_like(part, device="cpu")
-            self.finish(_reduce_scatter(there, whole.cpu(), async_op=True), there)
+            self.finish(_reduce_scatter(there, whole.cpu(), group=self._group, async_op=True), there)
             part.copy_(there)
         return Pending()
 
@@ -260,7 +262,8 @@ class Ranks(World):
         with self.together(max(sum(sent), sum(received)) * width * rows.element_size()):
             content = (rows.cpu() if self._staged(rows) else rows).contiguous()
             found = content.new_empty(sum(received), width)
-            self.finish(dist.all_to_all_single(found, content, list(received), list(sent), async_op=True), found)
+            work = dist.all_to_all_single(found, content, list(received), list(sent), group=self._group, async_op=True)
+            self.finish(work, found)
             return found.to(rows.device)
 
     def _staged(self, tensor: Tensor) -> bool:
@@ -274,6 +277,9 @@ class Ranks(World):
 
     def wait(self) -> None:
         self.largest(0)
+
+    def neighbours(self, size: int) -> World:
+        return self if size == self.size else _Neighbours(self, size) if size > 1 else World()
 
     def before_parting(self, work: Callable[[], None]) -> None:
         self._before_parting.append(weakref.WeakMethod(work))
@@ -310,10 +316,10 @@ class Ranks(World):
         data = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
         with self.together():
             length = torch.tensor(len(data))
-            self.finish(dist.broadcast(length, rank, async_op=True), length)
+            self.finish(dist.broadcast(length, group=self._group, group_src=rank, async_op=True), length)
             if self.rank != rank:
                 data = torch.empty(int(length), dtype=torch.uint8)
-            self.finish(dist.broadcast(data, rank, async_op=True), data)
+            self.finish(dist.broadcast(data, group=self._group, group_src=rank, async_op=True), data)
         result: T = json.loads(data.numpy().tobytes())
         return result
 
@@ -335,6 +341,24 @@ class Ranks(World):
     def _ended_elsewhere(self, why: str) -> EndedElsewhere:
         cause = re.sub(r"^\[[^]]*\] *", "", why.split("\n", 1)[0]).split(". ")[0]  # without a place in gloo's source
         return self._watch.broken(cause, ALSO)
+
+
+class _Neighbours(Ranks):
+    """A group of consecutive ranks, with a process group of its own; time waited and failures are those of all ranks."""
+
+    def __init__(self, ranks: Ranks, size: int) -> None:
+        self._ranks, self._group = ranks, dist.new_subgroups(size)[0]
+        self.rank, self.size, self.backend = ranks.rank % size, size, ranks.backend
+        self.captures = self.ordered = ranks.captures
+        self._before_parting = ranks._before_parting
+
+    @contextmanager
+    def together(self, size: int = 0, *, step: bool = False) -> Iterator[None]:
+        with self._ranks.together(size, step=step):
+            yield
+
+    def _check(self) -> None:
+        self._ranks._check()
 
 
 class _Begun(Pending):

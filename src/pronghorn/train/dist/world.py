@@ -68,6 +68,10 @@ class World:
     def wait(self) -> None:
         """Until every rank is here."""
 
+    def neighbours(self, size: int) -> World:
+        """The group of `size` consecutive ranks that this one is in: ranks 0 to size - 1 are the first. All ranks call it."""
+        return self
+
     def before_parting(self, work: Callable[[], None]) -> None:
         """A method that is called when the ranks part, if its object is still there: it gives up graphs that have sums."""
 
