@@ -109,7 +109,10 @@ health: {spike: warn}                        # on a loss spike: warn | skip (the
 report:
   to: []                                     # loggers besides run.jsonl and report.html: tensorboard | wandb | trackio | mlflow
   # project: my-project                      # project in wandb and trackio, experiment in mlflow (default: pronghorn)
-world: {shard: auto}                         # what is sharded over ranks: auto | none | base (frozen weights) | full | experts
+world:
+  shard: auto                                # what is sharded over ranks: auto | none | base (frozen weights) | full | experts
+  replicate: 1                               # groups of ranks that each hold a copy of what is sharded
+  context: 1                                 # ranks that share each pack, for documents that one GPU cannot hold
 output: runs/default
 """.replace("OBJECTIVES", " | ".join(NAMES))
 

@@ -99,6 +99,8 @@ SYNONYMS = {
     "report.to": "report_to logger loggers log_with use_wandb use_tensorboard use_trackio use_mlflow wandb tensorboard",
     "report.project": "wandb_project trackio_project trackio_project_name mlflow_experiment_name",
     "world.shard": "fsdp deepspeed zero_stage fsdp_config",
+    "world.replicate": "hsdp dp_replicate_size replicas",
+    "world.context": "cp context_parallel context_parallel_size context_parallel_degree sequence_parallel_degree",
     "rollouts.answers": "num_generations group_size n samples num_samples completions generations num_return_sequences",
     "rollouts.prompts": "unique_prompts generation_batch_size steps_per_generation batch_size batch_rows num_prompts",
     "rollouts.max_new_tokens": "max_completion_length max_response_length max_tokens max_length response_length",
