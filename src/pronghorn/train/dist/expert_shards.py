@@ -203,6 +203,8 @@ class ExpertShards:
 
     # ---- gradients -----------------------------------------------------------------------------------------------------------
 
+    def before_backward(self, *, last: bool) -> None: ...
+
     def drop_gradients(self) -> None:
         for parameter in self.trained.values():
             parameter.grad = None
@@ -258,7 +260,7 @@ class ExpertShards:
 
 
 def shares_of(
-    shard: str, world: World, device: torch.device, plan: str, *, replicate: int = 1, dtype: torch.dtype = torch.float32
+    shard: str, world: World, device: torch.device, plan: str, replicate: int, dtype: torch.dtype
 ) -> Shares | None:
     """`plan`: what layers recompute, and with experts elsewhere send again, so all ranks must do the same. `dtype`: of a step's
     products."""
@@ -267,7 +269,7 @@ def shares_of(
         return ExpertShares(world, device)
     if shard == "full":
         return FsdpShares(world, device, replicate, dtype)
-    return None if shard == "none" else Shares(world, device)
+    return None if shard == "none" else Shares(world.neighbours(world.size // replicate), device)
 
 
 def spread(shares: Shares, model: HFModel) -> Shards:

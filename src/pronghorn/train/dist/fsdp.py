@@ -42,15 +42,13 @@ class FsdpShares(Shares):
     """Shards each layer as soon as it is loaded: its host memory is free again, and the device has this rank's part."""
 
     def __init__(self, world: World, device: torch.device, replicate: int, dtype: torch.dtype) -> None:
+        """`dtype`: in which weights are gathered, and multiplied."""
         super().__init__(world, device)
         self.replicate, self.group = replicate, world.neighbours(world.size // replicate)
-        shape, names = (world.size,), ("shard",)
-        if replicate > 1:
-            shape, names = (replicate, self.group.size), ("replicate", "shard")  # type: ignore[assignment]
-        low = dtype if dtype != torch.float32 else None
+        shape = (replicate, self.group.size)[replicate == 1 :]
         self._options: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
-            "mp_policy": MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False),
+            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]),
+            "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         }
 
     def keep(self, name: str, module: nn.Module) -> None:
@@ -63,11 +61,11 @@ class FsdpShares(Shares):
         for leaf, parameter in module.named_parameters(prefix=name):
             if not isinstance(parameter, DTensor):
                 self.look_at(leaf, parameter)
-        fully_shard(module, ignored_params=ignored, **self._options)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_Gather(self.group))
-        module.set_custom_reduce_scatter(_ReduceScatter(self.group))
+        unit = fully_shard(module, ignored_params=ignored, **self._options)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_custom_all_gather(_Gather(self.group))  # type: ignore[arg-type]  # torch 2.11 has their class elsewhere
+        unit.set_custom_reduce_scatter(_ReduceScatter(self.group))  # type: ignore[arg-type]
 
 
 class _Gather:
@@ -108,11 +106,6 @@ class Fsdp:
             locals_ = {name: parameter.to_local() for name, parameter in self.sharded.items()}
         self.trained = {name: nn.Parameter(part) for name, part in locals_.items() if part.numel()}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights on this rank."""
-        return sum(parameter.nbytes for parameter in self.trained.values())
-
     def spreads(self, tensor: Tensor) -> bool:
         return isinstance(tensor, DTensor)
 
@@ -136,10 +129,15 @@ class Fsdp:
 
     def led_by(self, rank: int, work: Callable[[], T]) -> T:
         """All ranks do it, and get this rank's result, which is plain JSON."""
-        result = self.around(work)
+        with torch.no_grad():
+            result = self.around(work)
         return self.world.sent_by(rank, lambda: result)
 
     # ---- gradients -----------------------------------------------------------------------------------------------------------
+
+    def before_backward(self, *, last: bool) -> None:
+        """`last`: of a step. Copies of a shard are summed then."""
+        self._model.set_requires_all_reduce(last)
 
     def drop_gradients(self) -> None:
         for parameter in (*self.sharded.values(), *self.trained.values()):
@@ -158,7 +156,7 @@ class Fsdp:
 
     def dtensors(self, tensors: Mapping[str, Tensor]) -> dict[str, DTensor]:
         """Weights, and of `tensors`, this rank's state by its names in a checkpoint, what is sharded as they are."""
-        found = {name: parameter.detach() for name, parameter in self.sharded.items()}
+        found: dict[str, Any] = {name: parameter.detach() for name, parameter in self.sharded.items()}
         for prefix in SHARDED:
             for name, like in self.sharded.items() if any(key.startswith(prefix) for key in tensors) else ():
                 part = tensors.get(prefix + name)
@@ -182,7 +180,8 @@ class Fsdp:
         padded[: len(part)] = part
         whole = part.new_empty(each * self._group.size, *rest)
         self._group.gather(whole, padded).wait()
-        return whole[:rows].cpu() if self.world.writes else whole[:0]
+        found: Tensor = whole[:rows]
+        return found.cpu() if self.world.writes else found[:0]
 
     def cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's of a checkpoint's state."""
