@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ from pronghorn.train.loop import train
 from samples import pair_rows
 
 __all__ = ["runs"]
-# Packs of a step: of 6, each of four ranks has one or two; of 3, one of four ranks has an empty one.
+# Packs of a step: of 6, two ranks have three each and four ranks two or one; of 5, one or two.
 FULL: dict[str, dict[str, Any]] = {
     "full": {"packs": 6, "eval": LOOKS, "data": {}, "checkpoint": {"every": 1, "keep": 9}},
     "experts": {"packs": 6, "model": "experts", "eval": {"every": 2, "generations": 0}, "data": {}},
     "dpo": {"packs": 5, "objective": "dpo", "eval": {"every": 2, "generations": 0}},
-    "average": {"packs": 3, "train.average": 1.0, "eval": {"every": 9, "generations": 0}, "data": {}},
 }
 
 
@@ -38,8 +38,9 @@ def full(runs: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Re
         settings = {"method": "full", **FULL[name]}
         if name == "dpo":
             settings["data"] = {"train": [str(tmp_path / "pairs.jsonl")], "eval": 0.2, "long": "drop"}
-        settings.pop("train.average", None)
-        return runs(f"{name}-{'-'.join(map(str, world.values()))}", settings, **world)
+        names = "-".join(map(str, world.values()))
+        world.pop("size", None)
+        return runs(f"{name}-{names}", settings, **world)
 
     return build
 
@@ -50,12 +51,12 @@ def go(recipes: Sequence[Recipe], world: World) -> None:
 
 
 def test_any_number_of_ranks_and_copies_trains_as_one_rank(full: RecipeFor, tmp_path: Path) -> None:
-    """Packs that cannot be dealt evenly, evaluations, answers, a mixture of experts, a reference."""
-    names = ("full", "experts", "dpo")
-    alone = {name: full(name, shard="none") for name in names}
+    """Packs that cannot be dealt evenly, evaluations, answers, a mixture of experts, a reference. Saved on two ranks, or on two
+    copies of two, a run resumes on any number."""
+    alone = {name: full(name, shard="none") for name in FULL}
     go(list(alone.values()), World())
-    for size, replicate, some in ((2, 1, names), (4, 1, ("full", "experts")), (4, 2, ("full", "dpo"))):
-        recipes = {name: full(name, shard="full", replicate=replicate) for name in some}
+    for size, replicate, names in ((2, 1, FULL), (4, 1, ("full", "experts")), (4, 2, ("full", "dpo"))):
+        recipes = {name: full(name, shard="full", replicate=replicate, size=size) for name in names}
         told = in_ranks(lambda world, them=recipes: go(list(them.values()), world), tmp_path / "told", size)  # type: ignore[misc]
         assert told == [(0, "None")] * size
         for name, recipe in recipes.items():
@@ -63,7 +64,17 @@ def test_any_number_of_ranks_and_copies_trains_as_one_rank(full: RecipeFor, tmp_
             assert len(losses_of(here)) == 2
             assert apart(losses_of(here), losses_of(one)) < 1e-6
             assert distance(trained(recipe), trained(alone[name])) < 1e-6
-            key = "metrics" if name == "dpo" else "loss"
-            assert len(found := losses_of(here, "eval")) == 1
-            assert found == pytest.approx(losses_of(one, "eval"), rel=1e-6), key
-            assert sum(f"each rank keeps 1/{size // replicate}" in text for text in notices_of(here)) == 1
+            assert distance(trained(recipe, "training_state.safetensors"), trained(alone[name], "training_state.safetensors")) < 1e-5
+            assert losses_of(here, "eval") == pytest.approx(losses_of(one, "eval"), rel=1e-6)
+            assert sum(f"each rank keeps 1/{size // replicate} of" in text for text in notices_of(here)) == 1
+    saved = {"two": full("full", shard="full", replicate=1, size=2), "two copies": full("full", shard="full", replicate=2, size=4)}
+    for name, replicate, size in (("two", 1, 1), ("two", 1, 3), ("two", 2, 4), ("two copies", 1, 2)):
+        resumed = full("full", shard="full", replicate=replicate, size=f"{size} after {name}")
+        shutil.copytree(Path(saved[name].output) / "checkpoint-1", Path(resumed.output) / "checkpoint-1")
+        if size == 1:
+            go([resumed], World())
+        else:
+            told = in_ranks(lambda world, one=resumed: go([one], world), tmp_path / "told", size)  # type: ignore[misc]
+            assert told == [(0, "None")] * size
+        assert apart(losses_of(resumed.output), losses_of(alone["full"].output)[1:]) < 1e-6
+        assert distance(trained(resumed), trained(alone["full"])) < 1e-6

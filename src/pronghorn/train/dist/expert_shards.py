@@ -28,7 +28,7 @@ from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import StoredExperts, stacks_in
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.train.dist.fsdp import Fsdp, FsdpShares
-from pronghorn.train.dist.shards import MOMENTS, STATE, Shards, Shares, norm_over_ranks, shards_of
+from pronghorn.train.dist.shards import MOMENTS, Shards, Shares, norm_over_ranks, shards_of
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -226,7 +226,7 @@ class ExpertShards:
         state = dict(tensors)
         for name in self.slices if tensors else ():
             for key in MOMENTS:
-                place = STATE.format(key, name)
+                place = key + name
                 state[place] = self._gathered(name, tensors[place])
         return weights, state
 
@@ -249,7 +249,7 @@ class ExpertShards:
         found = dict(tensors)
         for name, (shape, experts) in self._whole.items():
             for key in MOMENTS:
-                place = STATE.format(key, name)
+                place = key + name
                 if place in tensors and tuple(tensors[place].shape) == shape:
                     own = experts_of(self.world.rank, self.world.size, experts)
                     found[place] = self._part(name, tensors[place], own)

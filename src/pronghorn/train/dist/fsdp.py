@@ -30,11 +30,10 @@ from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.types import Beside, Documents
-from pronghorn.train.dist.shards import Shares, norm_over_ranks
+from pronghorn.train.dist.shards import MOMENTS, Shares, norm_over_ranks
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
-SHARDED = ("optimizer/exp_avg/", "optimizer/exp_avg_sq/", "average/")  # names in a checkpoint, before the parameter's
 LAYER, MODEL = "pronghorn_layer", "pronghorn_model"  # methods that FSDP2 takes for forwards
 
 
@@ -155,14 +154,13 @@ class Fsdp:
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
     def dtensors(self, tensors: Mapping[str, Tensor]) -> dict[str, DTensor]:
-        """Weights, and of `tensors`, this rank's state by its names in a checkpoint, what is sharded as they are."""
+        """Weights and moments, by their names in a checkpoint. `tensors`: this rank's state; empty before the first update."""
         found: dict[str, Any] = {name: parameter.detach() for name, parameter in self.sharded.items()}
-        for prefix in SHARDED:
-            for name, like in self.sharded.items() if any(key.startswith(prefix) for key in tensors) else ():
-                part = tensors.get(prefix + name)
-                part = like.to_local().new_empty(0, *like.shape[1:]) if part is None else part
+        for name, like in self.sharded.items() if tensors else ():
+            for key in (moment + name for moment in MOMENTS):
+                part = tensors.get(key, like.to_local().detach())  # a rank without rows has no state
                 shape: Any = {"shape": like.shape, "stride": like.stride()}
-                found[prefix + name] = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
+                found[key] = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
         return found
 
     def whole(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -188,7 +186,7 @@ class Fsdp:
         found = dict(tensors)
         for name, part in self.trained.items():
             each = -(-self.sharded[name].shape[0] // self._group.size)
-            for key in (prefix + name for prefix in SHARDED):
+            for key in (moment + name for moment in MOMENTS):
                 if key in tensors and tensors[key].shape == self.sharded[name].shape:
                     found[key] = tensors[key][each * self._group.rank :][: len(part)].clone()
         return found

@@ -38,8 +38,7 @@ BUFFERS = 2  # one unit computes while the next one arrives
 ROOM = 0.7  # of a GPU's memory, which weights may take before they are spread by themselves
 MASTER_BYTES = 16  # of a trained parameter: itself, its gradient and two moments, in float32
 END = -1  # what a rank that leads says last
-STATE = "optimizer/{}/{}"  # as optim.py names moments
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("optimizer/exp_avg/", "optimizer/exp_avg_sq/")  # as optim.py names them, before the parameter's name
 
 
 class Shares:
