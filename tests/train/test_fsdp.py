@@ -33,7 +33,7 @@ FULL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def full(runs: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecipeFor:  # noqa: F811
+def full(runs: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecipeFor:
     """`full("dpo", shard="full", replicate=2)`: a recipe, with a folder of its own."""
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(40)))
@@ -124,7 +124,7 @@ def measured(recipe: Recipe, world: World) -> dict[str, int]:
     return {**found, "alive": found["alive"] - before}
 
 
-def test_a_rank_holds_its_part_and_two_layers(runs: RecipeFor, tmp_path: Path) -> None:  # noqa: F811
+def test_a_rank_holds_its_part_and_two_layers(runs: RecipeFor, tmp_path: Path) -> None:
     """Of eight layers: weights, gradients and moments when backward has ended, and weights while it runs. What ranks exchange
     is what `pronghorn plan --gpus` counts."""
     recipes = [runs(shard, {"method": "full", "packs": 6, "model": "deep"}, shard=shard) for shard in ("none", "full")]

@@ -207,6 +207,27 @@ class Shards:
         return self.world.sent_by(rank, lambda: result)
 
 
+class TrainedShards:
+    """The same, of a run that trains what only some ranks have (fsdp.py, expert_shards.py): all ranks run the model together."""
+
+    trains = True
+    world: World
+    key: str
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def enter(self, layer: int, step: int) -> None: ...
+
+    def head(self) -> None: ...
+
+    def around(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def before_backward(self, *, last: bool) -> None:
+        """`last`: of a step."""
+
+
 def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients. Those that are `shared` by all ranks, and what is `beside` them, are summed up; others are whole."""
     squares = torch.nn.utils.get_total_norm(mine).square() if mine else torch.zeros_like(beside[0])
@@ -256,12 +277,13 @@ def shard_of(
     return kind  # type: ignore[return-value]
 
 
-def told_of(shard: str, ranks: int) -> list[str]:
-    """What the run says about it. `ranks`: that shard together."""
+def told_of(shard: str, world: World, recipe: Recipe) -> list[str]:
+    """What the run says about it."""
     what = {"base": "frozen weights", "full": "weights, gradients and moments", "experts": "experts"}.get(shard)
     if what is None:
         return []
-    return [f"world.shard: {shard}: each rank keeps 1/{ranks} of the {what}; steps are not captured as CUDA graphs"]
+    parts = world.size // recipe.world.replicate
+    return [f"world.shard: {shard}: each rank keeps 1/{parts} of the {what}; steps are not captured as CUDA graphs"]
 
 
 def _why_not_experts(config: HFConfig, ranks: int) -> str:

@@ -209,11 +209,7 @@ def set_up(
         source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size, **files)
     recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = [
-        *source.dealt(world.size),
-        *told_of(shard, world.size // recipe.world.replicate),
-        *warm_up_of_longer(found, recipe, source.total),
-    ]
+    told = [*source.dealt(world.size), *told_of(shard, world, recipe), *warm_up_of_longer(found, recipe, source.total)]
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
@@ -225,9 +221,7 @@ def set_up(
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
-        shares = shares_of(
-            shard, world, device, str(memory and memory.plan.counts()), recipe.world.replicate, DTYPES[precision]
-        )
+        shares = shares_of(shard, world, device, DTYPES[precision], recipe.world.replicate, memory and memory.plan.counts())
         model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, source.pad_id)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.
