@@ -185,10 +185,6 @@ class ExpertShards(TrainedShards):
         """Whether its memory is elsewhere."""
         return tensor.numel() > 1 and not any(tensor.stride())
 
-    def led_by(self, rank: int, work: Callable[[], T]) -> T:
-        """Without the model, which all ranks run together."""
-        return self.world.sent_by(rank, work)
-
     # ---- gradients -----------------------------------------------------------------------------------------------------------
 
     def drop_gradients(self) -> None:

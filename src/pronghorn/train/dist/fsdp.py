@@ -119,12 +119,6 @@ class Fsdp(TrainedShards):
             self._model.reshard()  # no backward will
         return result
 
-    def led_by(self, rank: int, work: Callable[[], T]) -> T:
-        """All ranks do it, and get this rank's result, which is plain JSON."""
-        with torch.no_grad():
-            result = self.around(work)
-        return self.world.sent_by(rank, lambda: result)
-
     # ---- gradients -----------------------------------------------------------------------------------------------------------
 
     def before_backward(self, *, last: bool) -> None:

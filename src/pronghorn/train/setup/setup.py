@@ -5,7 +5,7 @@ The order is by cost: what can be refused in a second is refused before data is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,15 +122,12 @@ class Session:
         return shards_of(self.model)
 
     def on_writer(self, work: Callable[[], T]) -> T:
-        """What the writer does with the model: other ranks have parts of it, where its weights are spread."""
-        return self.world.on_writer(work) if self.shards is None else self.shards.led_by(0, work)
-
-    def in_turns(self, work: Callable[[], Sequence[list[str]]]) -> Sequence[list[str]]:
-        """What every rank does with the model and data of its own: one after the other, where others send it their weights."""
-        if self.shards is None or self.shards.trains:
-            return work()
-        group = self.shards.world
-        return [self.shards.led_by(rank, work) for rank in range(group.size)][group.rank]
+        """What the writer does with the model. Where its weights are sharded all ranks do it, and get the writer's result."""
+        if self.shards is None:
+            return self.world.on_writer(work)
+        with torch.no_grad():
+            result = self.shards.around(work)
+        return self.world.on_writer(lambda: result)
 
     def lower_memory(self, memory: RunMemory) -> None:
         """After a step that was given up for want of memory: the same step again will take less."""
