@@ -70,7 +70,7 @@ def runs(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
             "num_hidden_layers": 2,
         }
         experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "eos_token_id": 2}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, **experts))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, **experts, output_router_logits=True))
 
     def build(name: str, settings: dict[str, Any], **world: Any) -> Recipe:
         changes = {key: value for key, value in settings.items() if key not in ("packs", "model")}

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.layer import DecoderLayer
-from pronghorn.model.layers.types import Beside, Documents
 from pronghorn.train.dist.shards import MOMENTS, Shares, TrainedShards, norm_over_ranks
 from pronghorn.train.dist.world import World
 
@@ -179,8 +178,9 @@ class Fsdp(TrainedShards):
 
 
 def _forward_of(layer: DecoderLayer) -> Callable[..., Tensor]:
-    def forward(_: nn.Module, h_TD: Tensor, documents: Documents, rows: Tensor | None, beside: Beside | None) -> Tensor:
+    def forward(_: nn.Module, h_TD: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """`run` has all else: FSDP2 copies whatever it finds a differentiable tensor in."""
         layer.prepare(h_TD.dtype)
-        return layer.run(h_TD, documents, rows, beside)
+        return run(h_TD)
 
     return forward
