@@ -21,7 +21,7 @@ from pronghorn.memory.scaling import scaling
 from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
-from pronghorn.train.dist.shards import Shards, shard_of
+from pronghorn.train.dist.shards import Ring, shard_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -154,7 +154,7 @@ def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
         if len(calls) == 2:
             found["sent"] = sent[0]
             found["alive"] = alive()
-            of_this_run = [thing for thing in gc.get_objects() if isinstance(thing, Shards)]
+            of_this_run = [thing for thing in gc.get_objects() if isinstance(thing, Ring)]
             assert len(of_this_run) <= 1, "a run that is over still holds its weights"
             for shards in of_this_run:
                 sizes = sorted(unit.size for unit in shards.units)

@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.layer import DecoderLayer
-from pronghorn.train.dist.shards import MOMENTS, Shares, TrainedShards, norm_over_ranks
+from pronghorn.model.layers.types import Shards
+from pronghorn.train.dist.shards import MOMENTS, Shares, norm_over_ranks
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class FsdpShares(Shares):
         """`dtype`: in which weights are gathered, and multiplied."""
         super().__init__(world, device)
         self.replicate, self.group = replicate, world.neighbours(world.size // replicate)
-        shape = (replicate, self.group.size)[replicate == 1 :]
+        shape = (world.size,) if replicate == 1 else (replicate, self.group.size)
         self._options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]),
             "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
@@ -83,7 +84,7 @@ class _ReduceScatter(_Gather):
         self._world.scatter_sum(output_tensor, input_tensor).wait()
 
 
-class Fsdp(TrainedShards):
+class Fsdp(Shards):
     """`engine.shards` of a model that FSDP2 shards."""
 
     def __init__(self, shares: FsdpShares, engine: FastCausalLM) -> None:
