@@ -1,23 +1,14 @@
 """Ends a run when one of its ranks stops responding: on every node, with one message that names the rank.
 
 torch notices a closed connection, and its launchers notice a process that ended. It cannot tell a rank that hangs from one that
-works alone (answers to held-out rows), so its own timeout is hours (ranks.py). Two threads of every rank can. One leaves a
+works alone (answers to held-out rows), so its own limit is hours (ranks.py). Two threads of every rank can. One leaves a
 heartbeat in the store by which the ranks found each other, and reads that of rank 0; rank 0 reads all of them. The other watches
 the main thread. It asks no store, and so notices a store that does not answer. What they find is a verdict on the run: the
-first one counts, all ranks see it and end.
-
-| what                                                    | noticed after | by                                        |
-|---------------------------------------------------------|---------------|-------------------------------------------|
-| a process ended                                         | seconds       | launch.py, or who was connected: `broken` |
-| no heartbeat: stopped, its machine or network is gone   | SILENT        | rank 0; of rank 0: every rank             |
-| the main thread neither moves nor computes, and waits   | STUCK         | rank 0                                    |
-| for nobody; or all wait for each other (after a step)   |               |                                           |
-| who started the ranks is gone                           | a heartbeat   | every rank: it saves and ends, as SIGTERM |
+first one counts, all ranks see it and end. docs/scale.md has a table of what is noticed, and after how long.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -38,7 +29,6 @@ STUCK = 600.0  # a step may compute on the GPU for minutes, in which the host on
 FORCE = 20.0  # after a verdict, for a main thread that waits for something that will not come; launch.py kills it after 30
 LAUNCHER, VERDICT = "launcher", "verdict"  # keys: the process that started the ranks (launch.py), and why the run ends
 EVERYWHERE = "everywhere"
-DOWN = "its process is stopped (SIGSTOP, a debugger), or its machine or the network to it is down"
 PACKAGE = str(Path(__file__).parents[2])
 
 
@@ -47,12 +37,7 @@ class Peer(NamedTuple):
 
     gpu: str  # empty: none
     host: str
-    group: str  # torchrun's number of its own, several of which may run on one machine
-
-    @property
-    def node(self) -> str:
-        """The same for ranks whose output people see in one place."""
-        return f"{self.host} {self.group}"
+    node: str  # the same for ranks whose output people see in one place
 
 
 class Beat(NamedTuple):
@@ -66,7 +51,7 @@ def beat_key(rank: int) -> str:
     return f"beat-{rank}"
 
 
-def verdict(what: str, why: str = "", exit_code: int = 3, *, rank: int, shown: str) -> dict[str, Any]:
+def verdict(what: str, why: str = "", exit_code: int = 3, *, rank: int, shown: str = "") -> dict[str, Any]:
     """`rank`: the cause, -1: none. `shown`: the node on which somebody shows it, EVERYWHERE, or empty: on none."""
     return {"what": what, "why": why, "exit_code": exit_code, "rank": rank, "shown": shown}
 
@@ -81,7 +66,6 @@ class Watch:
         self._main = threading.main_thread().ident or 0
         self._sums, self._inside, self._stepped = 0, False, False
         self._still, self._answered = 0.0, time.monotonic()  # how long the main thread has been; when the store last did
-        self._problem = DOWN  # why the store does not answer
         self._ending, self._left, self._found = threading.Event(), threading.Event(), dict[str, Any]()
         self._beat(0)
         self._beating = threading.Thread(target=self._beats, daemon=True)
@@ -130,11 +114,11 @@ class Watch:
 
     def broken(self, cause: str, patience: float) -> EndedElsewhere:
         """A connection broke: what a rank that knows more says, or who has no heartbeat any more."""
-        before = self._heartbeats()
+        before = self._numbers()
         if found := self.verdict(patience):
             return found
-        after = self._heartbeats()
-        lost = [rank for rank in after if rank != self.rank and before.get(rank) == after[rank] is not None]
+        after = self._numbers()
+        lost = [rank for rank in after if rank != self.rank and before.get(rank) == after[rank]]
         if not after and not self._agent:
             lost = [0]  # it keeps the store
         who = " and ".join(map(self.name, lost))
@@ -144,12 +128,19 @@ class Watch:
         self._end(what, cause, rank=min(lost, default=-1))
         return self._error()
 
+    def _numbers(self) -> dict[int, int]:
+        """Of the heartbeats of ranks that have not left; empty where the store does not answer."""
+        if self._answers():
+            with suppress(RuntimeError):
+                return {rank: beat.number for rank, beat in self._read(range(self.size)).items() if beat}
+        return {}
+
     def leave(self) -> None:
         """This rank ends, for whatever reason: from here on nobody misses it."""
-        lost = not self._beating.is_alive()  # and the store with it, of which torch would write a page
+        answers = self._answers()
         self._ending.set()
         self._beating.join(5 * BEAT)
-        if not lost and not self._beating.is_alive():  # it does not wait for the store
+        if answers and not self._beating.is_alive():  # it does not wait for the store
             with suppress(RuntimeError):
                 self._store.set(beat_key(self.rank), json.dumps(None))
         self._left.set()
@@ -186,7 +177,7 @@ class Watch:
         number, orphaned, seen = 0, False, dict[int, tuple[int, float]]()
         while not self._ending.wait(BEAT):
             number, before = number + 1, self._answered
-            if not orphaned and self._orphaned():
+            if self._launcher and not orphaned and self._orphaned():
                 orphaned = True
                 os.kill(os.getpid(), signal.SIGTERM)  # save and end
             try:
@@ -194,9 +185,8 @@ class Watch:
                 if not self._found and self._store.check([VERDICT]):
                     self._found = json.loads(self._store.get(VERDICT))
                 beats = self._read(range(self.size) if self.rank == 0 else [0])
-            except RuntimeError as error:
-                self._problem = str(error)
-                if self._launcher:  # a full disk, which may have room again
+            except RuntimeError:
+                if self._launcher:  # a full disk: nobody leaves a heartbeat, and nobody is missed
                     continue
                 if self._agent and not self._ending.is_set():
                     os.kill(os.getpid(), signal.SIGTERM)  # it is gone, and took the store along
@@ -208,8 +198,6 @@ class Watch:
                 self._judge(beats, seen, now)
 
     def _orphaned(self) -> bool:
-        if not self._launcher:
-            return False
         try:
             os.kill(self._launcher, 0)
         except ProcessLookupError:
@@ -222,17 +210,16 @@ class Watch:
         self._store.set(beat_key(self.rank), json.dumps(beat))
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
-        """None: it has left. Empty until each has left one."""
-        keys = [beat_key(rank) for rank in ranks]
-        found = map(json.loads, self._store.multi_get(keys) if self._store.check(keys) else [])
-        return {rank: beat and Beat(*beat) for rank, beat in zip(ranks, found, strict=False)}
+        """Of those that have left one; None: it has ended."""
+        keys = {beat_key(rank): rank for rank in ranks}
+        if not self._store.check([*keys]):
+            keys = {key: rank for key, rank in keys.items() if self._store.check([key])}
+        found = zip(keys.values(), map(json.loads, self._store.multi_get([*keys])), strict=True)
+        return {rank: beat and Beat(*beat) for rank, beat in found}
 
-    def _heartbeats(self) -> dict[int, int | None]:
-        """Their numbers; empty where the store does not answer."""
-        if self._answers():
-            with suppress(RuntimeError):
-                return {rank: beat and beat.number for rank, beat in self._read(range(self.size)).items()}
-        return {}
+    def _silent(self, rank: int) -> tuple[str, str]:
+        why = "its process is stopped (SIGSTOP, a debugger), or its machine or the network to it is down"
+        return f"{self.name(rank)} has left no heartbeat for {SILENT:.0f} s", why
 
     def _judge(self, beats: dict[int, Beat | None], seen: dict[int, tuple[int, float]], now: float) -> None:
         """`seen`: the last new number of each rank, and when it came."""
@@ -240,7 +227,7 @@ class Watch:
             if beat is None or seen.get(rank, (-1, now))[0] != beat.number:
                 seen[rank] = (beat.number if beat else -1, now)
             elif now - seen[rank][1] > SILENT:
-                self._end(f"{self.name(rank)} has left no heartbeat for {SILENT:.0f} s", DOWN, rank=rank)
+                self._end(*self._silent(rank), rank=rank)
         stuck = {rank: beat for rank, beat in beats.items() if beat and beat.still > STUCK}
         causes = [rank for rank, beat in stuck.items() if not beat.waits]
         if not causes and len(stuck) < self.size:  # who waits for a rank that works alone is not stuck
@@ -269,9 +256,8 @@ class Watch:
                 found_at = found_at or now
                 if (self._still > STUCK and not self._inside) or now - max(moved, found_at) > FORCE:
                     self._end_now()
-            elif now - max(self._answered, resumed) > SILENT and (self._launcher or (not self._agent and self.rank)):
-                silent = f"{self.name(self.rank if self._launcher else 0)} has left no heartbeat for {SILENT:.0f} s"
-                self._found = verdict(silent, self._problem, rank=-1 if self._launcher else 0, shown="")
+            elif now - max(self._answered, resumed) > SILENT and self.rank and not self._agent:  # the store is rank 0's
+                self._found = verdict(*self._silent(0), rank=0)
 
     def _position(self) -> tuple[tuple[int, ...], bool, str]:
         """Where the main thread is in its functions, with its CPU time in tenths of a second, but in a collective only which
@@ -298,14 +284,3 @@ class Watch:
                 os.write(2, f"{error}\n".encode())
         self.outlast(5 * BEAT)
         os._exit(error.exit_code)
-
-
-def end_at_exit(code: int) -> None:
-    """A sum that was given up still runs in a thread of gloo's, which an ordinary end would wait for."""
-
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    atexit.register(leave)

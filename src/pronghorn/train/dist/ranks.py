@@ -7,10 +7,12 @@ the others end with it, with the same exit code. A rank that was killed, is stop
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.train.dist.folder_store import PLACE, FolderStore, tell
-from pronghorn.train.dist.heartbeat import Peer, Watch, end_at_exit
+from pronghorn.train.dist.heartbeat import Peer, Watch
 from pronghorn.train.dist.world import Pending, World
 
 T = TypeVar("T")
@@ -100,7 +102,7 @@ def _peers(store: Any, rank: int, size: int) -> list[Peer]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         gpu = f"{host} {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    store.set(f"peer-{rank}", json.dumps(Peer(gpu, host, os.environ.get("GROUP_RANK", ""))))
+    store.set(f"peer-{rank}", json.dumps(Peer(gpu, host, f"{host} {os.environ.get('GROUP_RANK', '')}")))
     return [Peer(*json.loads(peer)) for peer in store.multi_get([f"peer-{other}" for other in range(size)])]
 
 
@@ -243,7 +245,8 @@ class Ranks(World):
             self._watch.check()
         except EndedElsewhere as ended:
             self._given_up = True
-            end_at_exit(ended.exit_code)
+            atexit.register(os._exit, ended.exit_code)  # not with the thread of gloo's that is still in the collective
+            atexit.register(sys.stdout.flush)
             raise
 
     def joined(self, rows: list[str]) -> list[str]:
