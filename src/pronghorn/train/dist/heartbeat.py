@@ -65,7 +65,8 @@ class Watch:
         self._store = store.clone()  # a connection of its own: one that hangs blocks nobody else
         self._main = threading.main_thread().ident or 0
         self._sums, self._inside, self._stepped = 0, False, False
-        self._still, self._answered = 0.0, time.monotonic()  # how long the main thread has been; when the store last did
+        self._answered = time.monotonic()  # when the store last did
+        self._state = 0.0, False, ""  # of the main thread, as in Beat
         self._ending, self._left, self._found = threading.Event(), threading.Event(), dict[str, Any]()
         self._beat(0)
         self._beating = threading.Thread(target=self._beats, daemon=True)
@@ -205,9 +206,7 @@ class Watch:
         return os.getppid() != self._parent  # it ended, and nobody asked yet how
 
     def _beat(self, number: int) -> None:
-        _, waits, place = self._position()
-        beat = Beat(number, self._still, waits, place)
-        self._store.set(beat_key(self.rank), json.dumps(beat))
+        self._store.set(beat_key(self.rank), json.dumps(Beat(number, *self._state)))
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
         """Of those that have left one; None: it has ended."""
@@ -246,15 +245,16 @@ class Watch:
         before, found_at = self._position()[0], 0.0
         moved = resumed = last = time.monotonic()
         while not self._left.wait(BEAT):
-            now, position = time.monotonic(), self._position()[0]
+            now, (position, waits, place) = time.monotonic(), self._position()
             if now - last > 5 * BEAT:  # this process itself was stopped
                 resumed = now
             if position != before or resumed == now:
                 moved, before = now, position
-            last, self._still = now, now - moved if self._stepped else 0.0
+            last, still = now, now - moved if self._stepped else 0.0
+            self._state = still, waits, place
             if self._found:
                 found_at = found_at or now
-                if (self._still > STUCK and not self._inside) or now - max(moved, found_at) > FORCE:
+                if (still > STUCK and not self._inside) or now - max(moved, found_at) > FORCE:
                     self._end_now()
             elif now - max(self._answered, resumed) > SILENT and self.rank and not self._agent:  # the store is rank 0's
                 self._found = verdict(*self._silent(0), rank=0)
