@@ -227,17 +227,16 @@ class Watch:
                 seen[rank] = (beat.number if beat else -1, now)
             elif now - seen[rank][1] > SILENT:
                 self._end(*self._silent(rank), rank=rank)
-        stuck = {rank: beat for rank, beat in beats.items() if beat and beat.still > STUCK}
+        # Ranks whose GPUs wait for each other stop within seconds: none of them is the cause because it was the first.
+        stuck = {rank: beat for rank, beat in beats.items() if beat and beat.still > STUCK / 2}
         causes = [rank for rank, beat in stuck.items() if not beat.waits]
-        if not causes and len(stuck) < self.size:  # who waits for a rank that works alone is not stuck
+        named = causes or ([*stuck] if len(stuck) == self.size else [])  # who waits for a rank that works alone is not stuck
+        if self.rank or max((stuck[rank].still for rank in named), default=0.0) < STUCK:
             return
-        if len(causes) in (0, self.size):
-            who, named = "every rank", list(stuck)  # a collective or a GPU hangs; their places say more, if they differ
-        else:
-            who, named = " and ".join(map(self.name, causes)), causes
+        who = "every rank" if len(named) == self.size else " and ".join(map(self.name, named))
         why = "; ".join(f"the main thread of rank {rank} is at {stuck[rank].place}" for rank in named[:8])
         what = f"{who} has made no progress and used no CPU for {STUCK:.0f} s"
-        self._end(what, why, rank=causes[0] if named is causes else -1)
+        self._end(what, why, rank=named[0] if len(named) < self.size else -1)
 
     # ---- the main thread -------------------------------------------------------------------------------------------------
 
