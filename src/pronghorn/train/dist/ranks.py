@@ -44,8 +44,9 @@ SAVED = 600.0  # seconds for rank 0 to save where all stop: an agent kills what 
 SMALL = 1 << 18  # elements: smaller tensors are summed together
 
 
-# torch 2.13 warns of the old name, which earlier versions have alone.
+# torch 2.13 warns of the old names, which earlier versions have alone.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def join() -> Ranks:
@@ -256,9 +257,9 @@ class Ranks(World):
         self._computed(part)
         with self.together():
             if not self._staged(whole):
-                return _Begun(self, dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True), whole)
+                return _Begun(self, _all_gather(whole, part, group=self._group, async_op=True), whole)
             there = torch.empty_like(whole, device="cpu")
-            self.finish(dist.all_gather_into_tensor(there, part.cpu(), group=self._group, async_op=True), there)
+            self.finish(_all_gather(there, part.cpu(), group=self._group, async_op=True), there)
             whole.copy_(there)
         return Pending()
 
