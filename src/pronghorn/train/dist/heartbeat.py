@@ -26,7 +26,7 @@ from pronghorn.train.dist.folder_store import FolderStore, tell
 BEAT = 1.0  # seconds
 SILENT = 60.0  # a thread of Python also waits where something else holds on to the interpreter: compilers do for 10 s
 STUCK = 600.0  # a step may compute on the GPU for minutes, in which the host only waits
-FORCE = 20.0  # after a verdict, for a main thread that waits for something that will not come; launch.py kills it after 30
+FORCE = 20.0  # after a verdict, for a main thread that waits for something that will not come; launchers kill it after 30
 LAUNCHER, VERDICT = "launcher", "verdict"  # keys: the process that started the ranks (launch.py), and why the run ends
 EVERYWHERE = "everywhere"
 PACKAGE = str(Path(__file__).parents[2])
@@ -130,7 +130,7 @@ class Watch:
         return self._error()
 
     def _numbers(self) -> dict[int, int]:
-        """Of the heartbeats of ranks that have not left; empty where the store does not answer."""
+        """Heartbeats of ranks that have not ended, by number; empty where the store does not answer."""
         if self._answers():
             with suppress(RuntimeError):
                 return {rank: beat.number for rank, beat in self._read(range(self.size)).items() if beat}
@@ -193,7 +193,7 @@ class Watch:
                     os.kill(os.getpid(), signal.SIGTERM)  # it is gone, and took the store along
                 return
             self._answered = now = time.monotonic()
-            if now - before > 5 * BEAT:  # this process itself was stopped
+            if now - before > 5 * BEAT:  # this process itself was stopped, or its disk was full
                 seen.clear()
             if not self._found and not self._ending.is_set():
                 self._judge(beats, seen, now)
@@ -209,7 +209,7 @@ class Watch:
         self._store.set(beat_key(self.rank), json.dumps(Beat(number, *self._state)))
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Beat | None]:
-        """Of those that have left one; None: it has ended."""
+        """Ranks that have not left a heartbeat yet are missing; those that have ended have left None."""
         keys = {beat_key(rank): rank for rank in ranks}
         if not self._store.check([*keys]):
             keys = {key: rank for key, rank in keys.items() if self._store.check([key])}
