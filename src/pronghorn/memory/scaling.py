@@ -84,7 +84,6 @@ class Scaling:
     fleet: Fleet
     packs: int  # of each GPU, in a step
     step_tokens: int  # of all GPUs
-    context: int
     ways: tuple[Way, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,7 +110,6 @@ class Scaling:
             f"{counted(self.packs, 'pack')} per GPU ({self.step_tokens:,} tokens per step over all GPUs)",
             f"bandwidth: {fleet.inside} in a machine with {fleet.inside_gbs:.0f} GB/s per direction, "
             f"{fleet.network_gbit:.0f} Gbit/s of network per GPU (data sheets; --link changes them)",
-            *(["keys and values that GPUs share are not in the memory"] if self.context > 1 else []),
             "unknown: how much communication overlaps with computing, latencies, waiting for slower GPUs; no run on several "
             "GPUs has been measured",
         )
@@ -166,7 +164,7 @@ def scaling(
     text = text_config(as_config(config))
     heads = [heads_of(text, layer) for layer in range(job.shape.layers)]
     case = _Case(recipe, job, fleet, packs, host, 2 * job.element * sum(count * width for count, width in heads))
-    return Scaling(recipe.model, recipe.method, fleet, packs, tokens, recipe.world.context, tuple(map(case.way, WAYS)))
+    return Scaling(recipe.model, recipe.method, fleet, packs, tokens, tuple(map(case.way, WAYS)))
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,9 @@ class _Case:
     def way(self, way: str) -> Way:
         recipe, fleet = self.recipe, self.fleet
         group = fleet.size // recipe.world.replicate
-        if why := _why_not(way, self.job, group):
+        if why := _why_not(way, self.job, group, recipe.world.context):
             return Way(way, why=why)
-        share = self.job.with_capacity(self.job.capacity // recipe.world.context)
+        share = self.job.with_capacity(recipe.train.capacity // recipe.world.context)
         spread = replace(share, ranks=group, only_experts=way == "experts") if way != "none" and group > 1 else share
         saved = max(0, sum(static_parts(share).values()) - sum(static_parts(spread).values()))
         budget, costs = parse_budget(recipe.memory.budget, fleet.gpu.memory), predicted_costs(share, fleet.gpu)
@@ -198,7 +196,8 @@ class _Case:
 
     def sent(self, way: str) -> list[tuple[float, int]]:
         """Bytes that a GPU sends in a step, and among how many GPUs."""
-        job, size, replicas, context = self.job, self.fleet.size, self.recipe.world.replicate, self.recipe.world.context
+        job, capacity, size = self.job, self.recipe.train.capacity, self.fleet.size
+        replicas, context = self.recipe.world.replicate, self.recipe.world.context
         group, layers, trained = size // replicas, layers_of(job), trained_parameters(job)
         of_experts = sum(layer.experts_trained for layer in layers)
         own = trained if way == "full" else of_experts if way == "experts" else 0  # one GPU of a group has it
@@ -209,17 +208,17 @@ class _Case:
             of_pack = 2 * sum(layer.stored for layer in layers[1:]) + layers[0].stored - layers[-1].stored
             of_pack += 2 * embedding_bytes(job)
         elif way == "experts":  # forward and backward, there and back; adapters on experts need their input once more
-            rows = job.capacity // context * job.shape.chosen * job.shape.width * job.element
+            rows = capacity * job.shape.chosen * job.shape.width * job.element
             of_pack = (5 if of_experts else 4) * sum(layer.experts > 0 for layer in layers) * rows
         return [
             (_part(size) * 2 * FP32 * (trained - own), size),
             (_part(replicas) * 2 * FP32 * own / group, size),
             (_part(group) * self.packs * of_pack, group),
-            (_part(context) * self.packs * 3 * job.capacity * self.keys_and_values, context),  # gradients go back, too
+            (_part(context) * self.packs * 3 * capacity * self.keys_and_values, context),  # gradients go back, too
         ]
 
 
-def _why_not(way: str, job: Job, size: int) -> str:
+def _why_not(way: str, job: Job, size: int, context: int) -> str:
     full, experts = job.method == "full", job.shape.experts
     if way == "base" and full:
         return "method: full has no frozen weights"
@@ -227,6 +226,8 @@ def _why_not(way: str, job: Job, size: int) -> str:
         return f"method: {job.method} trains adapters only"
     if way == "experts" and not experts:
         return "the model has no experts"
+    if way == "experts" and context > 1:
+        return "world.context shares packs, whose rows stay"
     if way == "experts" and full:
         return "method: full trains the experts"
     return f"the model has {experts} experts" if way == "experts" and size > experts else ""

@@ -45,8 +45,8 @@ SMALL = 1 << 18  # elements: smaller tensors are summed together
 
 
 # torch 2.13 warns of the old names, which earlier versions have alone.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def join() -> Ranks:
