@@ -243,7 +243,7 @@ def _needs(said: str, saved: int) -> str:
 
 
 def _part(among: int) -> float:
-    """Of a gather's bytes, what each sends."""
+    """The share of a gather's bytes that each sends."""
     return (among - 1) / among
 
 
