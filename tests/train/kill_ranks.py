@@ -49,13 +49,15 @@ def step_times(run: Path) -> list[float]:
 
 
 def kill_later(run: Path, after: int, moment: float) -> None:
-    """kill -9 of this process, `moment` seconds after that many steps, by a fork of it that ends with it."""
+    """kill -9 of this process, `moment` seconds after that many steps, or at the next step, by a fork of it that ends with it."""
     victim = os.getpid()
     if os.fork():
         return
     while os.getppid() == victim and len(step_times(run)) < after:
         time.sleep(0.002)
-    time.sleep(moment)
+    until = time.monotonic() + moment
+    while os.getppid() == victim and time.monotonic() < until and len(step_times(run)) <= after:
+        time.sleep(0.002)
     if os.getppid() == victim:
         os.kill(victim, signal.SIGKILL)
     os._exit(0)
