@@ -49,7 +49,7 @@ def step_times(run: Path) -> list[float]:
 
 
 def kill_later(run: Path, after: int, moment: float) -> None:
-    """kill -9 of this process, `moment` seconds after that many steps, or at the next step, by a fork of it that ends with it."""
+    """kill -9 of this process, `moment` seconds after that many steps or at the next one, by a fork of it that ends with it."""
     victim = os.getpid()
     if os.fork():
         return
