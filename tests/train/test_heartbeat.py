@@ -88,7 +88,7 @@ def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path) -> None:
 
     def work(world: World) -> float:
         def alone() -> int:
-            until = time.monotonic() + 3.5
+            until = time.monotonic() + 2.8
             while time.monotonic() < until:
                 sum(range(10_000))
             return 7

@@ -194,7 +194,8 @@ def test_both_of_two_nodes_say_who_ended_the_run(recipe_for: RecipeFor) -> None:
     rank = beside / "rank.py"
     name = f"open({str(beside)!r} + '/pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))"
     cli = f"from pronghorn.cli import main; sys.exit(main(['train', {written(recipe)!r}]))"
-    rank.write_text(f"import os, sys; {name}; {cli}", encoding="utf-8")
+    sooner = "from pronghorn.train.dist import heartbeat, ranks; heartbeat.BEAT, ranks.ALSO = 0.2, 1.0"
+    rank.write_text(f"import os, sys; {name}; {sooner}; {cli}", encoding="utf-8")
     words = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     rank_command = ["--no-python", sys.executable, str(rank)]
     agents = [[*words, f"--node-rank={node}", *rank_command] for node in (0, 1)]
