@@ -16,6 +16,7 @@ from rank_processes import in_ranks
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
+from pronghorn.data.pack.parts import Deal
 from pronghorn.model.causal_lm import install
 from pronghorn.model.heads.lm import own_logits
 from pronghorn.model.text_stack import decoder_layers
@@ -34,7 +35,11 @@ def batches(world: World) -> list[Any]:
     table = random_table(60)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
     loader = BatchLoader(
-        table, StepPacking(256, shapes=shapes, deal=(world.rank, world.size), even=True), packs_per_step=3, seed=1, workers=0
+        table,
+        StepPacking(256, shapes=shapes, deal=Deal(world.rank, world.size), even=True),
+        packs_per_step=3,
+        seed=1,
+        workers=0,
     )
     return list(islice(loader, STEPS))
 

@@ -314,7 +314,7 @@ class Run:
         except GaveUp:
             self._forget_what_is_under_way()
             raise
-        rows = session.world.joined(done.step_batch.names(done.step_batch.documents))
+        rows = list(dict.fromkeys(session.world.joined(done.step_batch.names(done.step_batch.documents))))
         text = f"step {step}: loss spike: {loss:.4g} exceeds the limit of {done.limit:.4g}; rows of this step: {listed(rows)}"
         if session.spikes.policy == "rewind":
             self._rewind(done, text, step=step, loss=loss, rows=rows)

@@ -43,6 +43,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.longer import warm_up_of_longer
 from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
+from pronghorn.train.dist.context import require_context, share_packs, told_of_context
 from pronghorn.train.dist.expert_shards import shares_of, spread
 from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.trained_shards import trained_shards_of
@@ -128,10 +129,10 @@ class Session:
 
     def in_turns(self, work: Callable[[], Sequence[list[str]]]) -> Sequence[list[str]]:
         """What every rank does with the model and data of its own: one after the other, where its weights are spread."""
+        if self.recipe.world.context > 1 or (self.shards is not None and not self.shards.leads):
+            return [], []
         if self.shards is None:
             return work()
-        if not self.shards.leads:
-            return [], []
         return [self.shards.led_by(rank, work) for rank in range(self.world.size)][self.world.rank]
 
     def lower_memory(self, memory: RunMemory) -> None:
@@ -157,6 +158,7 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
     lora = None if recipe.method == "full" else recipe.lora
+    require_context(recipe, read_config(recipe.model))
     facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, head=recipe.objective.kind.head)
     require_fp8_products(recipe, facts)
     require_whole_weights(recipe.model, any_name=recipe.stored_as != "bf16")
@@ -204,14 +206,19 @@ def set_up(
         found = None if run is None else find_checkpoint(recipe, run, allow=allow, say=said.append)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
-        shard = shard_of(recipe, world, device, facts)
+        shard, context = shard_of(recipe, world, device, facts), recipe.world.context
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with stage("read"), world.writer_first():  # it fills the cache of tokens
         asked, models = settled(recipe, found), reward_models(recipe)
-        source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size, **files)
+        source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size // context, **files)
     recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = [*source.dealt(world.size), *told_of(shard, world), *warm_up_of_longer(found, recipe, source.total)]
+    told = [
+        *source.dealt(world.size),
+        *told_of(shard, world),
+        *told_of_context(context),
+        *warm_up_of_longer(found, recipe, source.total),
+    ]
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
@@ -229,7 +236,7 @@ def set_up(
         # For checkpoints, so the writer alone does it.
         base = in_background(lambda: base_of(recipe.model) if recipe.method != "full" and world.writes else {})
         require_trainable(model)
-        why_own_layers, shards = _installed(recipe, model, shares)
+        why_own_layers, shards = _installed(recipe, model, shares, world)
         try:
             with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
                 require_isolated_documents(model, device, facts.vocabulary)
@@ -248,14 +255,16 @@ def set_up(
             source.example,
             DTYPES[precision],
             said.append,
-            timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
+            timed=shards is None and context == 1,  # ranks would run a layer, which gathers, as often as each likes
         )
     with stage("reference"):
         objective = _objective(recipe, source, model, device, precision, report, said, world, resumed=found is not None)
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     cursor = found[1].values["cursor"] if found else None
-    with stage("pack"):
-        source.start(cursor, objective=objective, world=world, device=device, autocast=step.autocast, even=bool(shards))
+    with stage("pack"):  # where ranks gather something in each pack, all have as many
+        source.start(
+            cursor, objective=objective, world=world, device=device, autocast=step.autocast, even=bool(shards) or context > 1
+        )
     session = Session(
         recipe, source, tokenizer, model, optimizer, step, device, precision, notices=said, keys=keys, base=base,
         objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
@@ -342,11 +351,13 @@ def _build_model(
     return model
 
 
-def _installed(recipe: Recipe, model: HFModel, shares: Shares | None) -> tuple[str, Shards | None]:
+def _installed(recipe: Recipe, model: HFModel, shares: Shares | None, world: World) -> tuple[str, Shards | None]:
     """(why the model uses transformers' layers, or nothing; its weights, where they are spread)"""
     why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
     if recipe.compute == "fp8":
         _require_fp8_layers(model, why_own_layers)
+    if recipe.world.context > 1:
+        share_packs(model, world, recipe.world.context)
     return why_own_layers, None if shares is None else spread(shares, model)
 
 

@@ -17,7 +17,7 @@ from pronghorn.errors import counted
 from pronghorn.model.load import ModelFacts, Precision
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Lora, Train, steps_between
-from pronghorn.train.dist.launch import require_packs
+from pronghorn.train.dist.launch import require_groups, require_packs
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.paired import FEWEST, FEWEST_QUESTIONS
 from pronghorn.train.source.source import Report, Source
@@ -63,6 +63,9 @@ def dealt(recipe: Recipe, ranks: int, first: Packs) -> list[str]:
     capacity, rows = recipe.train.capacity, recipe.train.batch_rows
     if rows is None:
         require_packs(recipe, ranks)
+    require_groups(recipe, ranks)
+    ranks //= recipe.world.context  # groups of them share packs
+    if rows is None:
         whole = -(-recipe.step_packs() // ranks) * ranks
         if whole == recipe.step_packs():
             return []

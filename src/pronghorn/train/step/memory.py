@@ -52,8 +52,10 @@ def evaluation_capacity(recipe: Recipe, width: int = 0) -> int:
     """Tokens of a pack in an evaluation: the result is the same for any. `width`: of the model, where it is on a GPU."""
     fitting = min(MOST_EVALUATION_TOKENS, EVALUATION_NUMBERS // width) if width else 0
     if fitting > EVALUATION_TOKENS:
-        return max(fitting, recipe.data.max_length)
-    return min(recipe.train.capacity, max(recipe.data.max_length, EVALUATION_TOKENS))
+        tokens = max(fitting, recipe.data.max_length)
+    else:
+        tokens = min(recipe.train.capacity, max(recipe.data.max_length, EVALUATION_TOKENS))
+    return -(-tokens // recipe.world.piece_unit) * recipe.world.piece_unit
 
 
 # ---- before the model is there -----------------------------------------------------------------------------------------------
