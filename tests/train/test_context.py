@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +12,30 @@ import pytest
 import torch
 from rank_processes import in_ranks
 from small_models import EXPERTS, MODELS
+from test_ranks import apart as largest
+from test_row_losses import lines_of
+from test_shards import alive, copied, distance, trained
+from watching import RecipeFor, Silent, events_of, losses_of, notices_of, saved
 
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.pack.parts import part_of
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedBatch
-from pronghorn.train.dist.context import share_packs
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.dist.world import World
+from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
-from samples import ListTable, random_table
+from samples import ListTable, make_model, random_table
 from tables import EVERY_CASE
 
 CAPACITY = 256
 # The kinds of attention: grouped, qk-norm, windows, soft-caps, LongRoPE by the document's length, keys of an earlier layer,
 # beside the MLP, gated, queries scaled by position, sinks, latent.
-KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3", "gemma4_text, as E2B", "cohere2", "muse_glimmer", "ministral3", "gpt_oss",
-         "glm4_moe_lite"]  # fmt: skip
+KINDS = """llama / qwen3 / gemma2 / gemma3 / phi3 / gemma4_text, as E2B / cohere2 / muse_glimmer / ministral3 / gpt_oss /
+glm4_moe_lite"""
 
 
 def packs() -> list[PackedBatch]:
@@ -67,7 +76,7 @@ def test_ranks_that_share_packs_have_the_gradients_of_one(tmp_path: Path) -> Non
 
     def compared(world: World) -> str:
         found, groups = dict[str, float](), [world.neighbours(2), world]
-        for name in MODELS if EVERY_CASE else KINDS:
+        for name in MODELS if EVERY_CASE else map(str.strip, KINDS.split("/")):
             method = "lora on experts" if name in EXPERTS else "lora"
             model = MODELS[name](name, method, torch.float64)
             assert install(model) == ""
@@ -85,3 +94,92 @@ def test_ranks_that_share_packs_have_the_gradients_of_one(tmp_path: Path) -> Non
         assert one[0] == 0, one
         wrong = {case: error for case, error in json.loads(one[1]).items() if not error < 3e-14}
         assert not wrong
+
+
+def test_a_rank_saves_its_share_of_activations(tmp_path: Path) -> None:
+    """What a forward leaves for its backward."""
+
+    def measured(world: World) -> str:
+        model = add_adapter(make_model(hidden_size=64, intermediate_size=128, num_hidden_layers=3), Lora(r=4), seed=1).train()
+        assert install(model) == ""
+        table = random_table(60, longest=50, seed=1)
+        whole = build_batch(table, torch.arange(60).numpy(), 2048)
+
+        def held(group: World | None) -> int:
+            engine_of(model).context = group
+            batch = whole if group is None else part_of(whole, (group.rank, group.size))
+            gc.collect()
+            before = alive()
+            loss = Supervised().sums(model, batch).loss
+            found = alive() - before
+            del loss
+            return found
+
+        held(None)  # buffers that stay
+        return json.dumps([held(None), held(world.neighbours(2)), held(world)])
+
+    for one in in_ranks(measured, tmp_path, size=4):
+        assert one is not None
+        alone, of_two, of_four = json.loads(one[1])
+        assert alone > 3 * 2048 * 8 * 64 * 4  # of each layer, eight tensors as wide as the model at least
+        assert of_two <= 0.6 * alone
+        assert of_four <= 0.35 * alone
+
+
+def losses_of_rows(run: str) -> dict[tuple[int, int], float]:
+    """By step and row."""
+    lines = lines_of(run)
+    assert sum(len(line["rows"]) for line in lines) == len({(line["step"], row) for line in lines for row in line["rows"]})
+    return {(line["step"], row): loss for line in lines for row, loss in zip(line["rows"], line["losses"], strict=True)}
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "qlora": {"method": "qlora", "world": {"shard": "base", "context": 2}},
+    "full": {"method": "full"},
+    "full, spread": {"method": "full", "world": {"shard": "full", "context": 2}},
+}
+
+
+def test_runs_are_those_of_one_rank(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    """Four ranks in two pairs, with evaluations, answers and losses of rows. Resumed on other ranks."""
+    model = saved(make_model(num_hidden_layers=3, hidden_size=64, intermediate_size=128, vocab_size=320), tmp_path / "model")
+
+    def recipe_of(name: str, **world: Any) -> Recipe:
+        return recipe_for(
+            model=model,
+            train={"capacity": 512, "batch_tokens": 1536, "lr": 1e-3, "steps": 3},
+            eval={"every": 2, "generations": 1, "max_new_tokens": 2},
+            checkpoint={"every": 1, "keep": 9},
+            output=str(tmp_path / name),
+            **({"world": {"shard": "none", "context": 2}} | RUNS[name] | ({"world": world} if world else {})),
+        )
+
+    def go(world: World) -> None:
+        for name in RUNS:
+            train(recipe_of(name), display=Silent(), world=world)
+
+    def resumed(world: World, context: int = 1) -> None:
+        recipe = recipe_of("lora", shard="none", context=context)
+        train(copied(recipe, f"resumed-{world.size}"), display=Silent(), world=world)
+
+    assert in_ranks(go, tmp_path / "told", size=4) == [(0, "None")] * 4
+    for name in RUNS:
+        ours, alone = recipe_of(name), copied(recipe_of(name, shard="none", context=1), "alone")
+        train(alone, display=Silent())
+        assert len(losses_of(alone.output)) == 3
+        assert largest(losses_of(ours.output), losses_of(alone.output)) < 1e-6
+        assert largest(losses_of(ours.output, "eval"), losses_of(alone.output, "eval")) < 1e-6
+        assert distance(trained(ours), trained(alone)) < 1e-6
+        of_rows = [losses_of_rows(run.output) for run in (ours, alone)]
+        assert of_rows[0] == pytest.approx(of_rows[1], rel=1e-4)  # four digits after the point are written
+        counts = [[(event["tokens"], event["loss_tokens"]) for event in events_of(run.output, "step")] for run in (ours, alone)]
+        assert counts[0] == counts[1]
+        assert sum("2 ranks share each pack" in text for text in notices_of(ours.output)) == 1
+    for size, context in ((1, 1), (4, 4), (2, 1)):
+        folder = Path(f"{tmp_path / 'lora'}-resumed-{size}")
+        folder.mkdir()
+        shutil.copytree(tmp_path / "lora" / "checkpoint-1", folder / "checkpoint-1")
+        told = in_ranks(lambda world, context=context: resumed(world, context), tmp_path / f"told-{size}", size)
+        assert told == [(0, "None")] * size
+        assert largest(losses_of(folder), losses_of(tmp_path / "lora")[1:]) < 1e-6
