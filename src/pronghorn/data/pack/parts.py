@@ -31,7 +31,7 @@ class Deal(NamedTuple):
 
     @property
     def part(self) -> tuple[int, int]:
-        """Of the group's packs that this rank has."""
+        """This rank's number in its group, and how many share a pack there."""
         return self.rank % self.context, self.context
 
 

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(cu_seqlens: Tensor, spans_2T: Tensor, rank: int, ranks: int) -> tuple[Piece, ...]:
-    """Of documents and spans of the whole pack. On their device, without a synchronization."""
+    """The pieces of a rank. `cu_seqlens`, `spans_2T`: of the whole pack. On their device, without a synchronization."""
     size, found = spans_2T.shape[1] // (2 * ranks), []
     for i, number in enumerate((rank, 2 * ranks - 1 - rank)):
         before, end = number * size, (number + 1) * size

@@ -61,7 +61,7 @@ MIXERS: dict[str, type[Mixer]] = {  # by layer type
 
 
 def mixer_of(family: Family, config: HFConfig, index: int) -> type[Mixer] | None:
-    """Of this layer; None: it has an MLP alone."""
+    """The kind of a layer's mixer; None: it has an MLP alone."""
     kind = LATENT if family.latent else layer_type(config, index)
     if kind == "linear_attention" and family.names.mamba:
         kind = MAMBA

@@ -40,8 +40,10 @@ def require_context(recipe: Recipe, config: HFConfig) -> None:
         )
 
 
-def share_packs(model: HFModel, world: World, context: int) -> None:
-    """From here on the model takes parts of packs as well as whole ones. All ranks call it."""
+def share_packs(model: HFModel, world: World, context: int, plan: str) -> None:
+    """From here on the model takes parts of packs as well as whole ones. All ranks call it. `plan`: what layers recompute, where
+    attention gathers once more, so all ranks must do the same."""
+    world.require_same(lambda: {"memory plan": plan})
     engine = engine_of(model)
     assert engine is not None, "require_context knows why"
     engine.context = world.neighbours(context)
@@ -66,12 +68,3 @@ def of_whole_documents(
         return losses
     sums = group.total(*losses.tolist())
     return np.array(sums) if group.rank == 0 else None
-
-
-def told_of_context(context: int) -> list[str]:
-    if context == 1:
-        return []
-    return [
-        f"world.context: {context}: {context} ranks share each pack; steps are not captured as CUDA graphs, and a row that breaks "
-        "a step is not searched for"
-    ]

@@ -43,7 +43,7 @@ CRASHED = ("a library or a driver crashed", "if it has happened before, update t
 
 
 def require_groups(recipe: Recipe, ranks: int) -> None:
-    """That ranks which share packs are whole groups."""
+    """Refuses ranks that share packs and are no whole groups."""
     context = recipe.world.context
     if ranks % context:
         more = -(-ranks // context) * context

@@ -43,7 +43,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.longer import warm_up_of_longer
 from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
-from pronghorn.train.dist.context import require_context, share_packs, told_of_context
+from pronghorn.train.dist.context import require_context, share_packs
 from pronghorn.train.dist.expert_shards import shares_of, spread
 from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.trained_shards import trained_shards_of
@@ -213,12 +213,7 @@ def set_up(
         source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size // context, **files)
     recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = [
-        *source.dealt(world.size),
-        *told_of(shard, world),
-        *told_of_context(context),
-        *warm_up_of_longer(found, recipe, source.total),
-    ]
+    told = [*source.dealt(world.size), *told_of(shard, world), *warm_up_of_longer(found, recipe, source.total)]
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
@@ -236,7 +231,7 @@ def set_up(
         # For checkpoints, so the writer alone does it.
         base = in_background(lambda: base_of(recipe.model) if recipe.method != "full" and world.writes else {})
         require_trainable(model)
-        why_own_layers, shards = _installed(recipe, model, shares, world)
+        why_own_layers, shards = _installed(recipe, model, shares, world, memory)
         try:
             with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
                 require_isolated_documents(model, device, facts.vocabulary)
@@ -261,10 +256,8 @@ def set_up(
         objective = _objective(recipe, source, model, device, precision, report, said, world, resumed=found is not None)
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     cursor = found[1].values["cursor"] if found else None
-    with stage("pack"):  # where ranks gather something in each pack, all have as many
-        source.start(
-            cursor, objective=objective, world=world, device=device, autocast=step.autocast, even=bool(shards) or context > 1
-        )
+    with stage("pack"):
+        source.start(cursor, objective=objective, world=world, device=device, autocast=step.autocast, even=bool(shards))
     session = Session(
         recipe, source, tokenizer, model, optimizer, step, device, precision, notices=said, keys=keys, base=base,
         objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
@@ -351,13 +344,15 @@ def _build_model(
     return model
 
 
-def _installed(recipe: Recipe, model: HFModel, shares: Shares | None, world: World) -> tuple[str, Shards | None]:
+def _installed(
+    recipe: Recipe, model: HFModel, shares: Shares | None, world: World, memory: RunMemory | None
+) -> tuple[str, Shards | None]:
     """(why the model uses transformers' layers, or nothing; its weights, where they are spread)"""
     why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
     if recipe.compute == "fp8":
         _require_fp8_layers(model, why_own_layers)
     if recipe.world.context > 1:
-        share_packs(model, world, recipe.world.context)
+        share_packs(model, world, recipe.world.context, str(memory and memory.plan.counts()))
     return why_own_layers, None if shares is None else spread(shares, model)
 
 

@@ -134,7 +134,7 @@ class Source(ABC):
             self.shapes,
             objective.complete,
             deal=Deal(world.rank, world.size, self.recipe.world.context),
-            even=even,
+            even=even or self.recipe.world.context > 1,  # they gather in each pack
             pin=device.type == "cuda",
         )
 

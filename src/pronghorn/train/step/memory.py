@@ -138,13 +138,14 @@ def run_job(
         return sizes[-2] if len(sizes) > 1 else sizes[-1]
 
     graphed = device.type == "cuda" and precision != "fp16" and recipe.train.graph != "off" and ranks == 1
+    job = job_of(recipe, config)
     return replace(
-        job_of(recipe, config),
+        job,
         element=DTYPES[precision].itemsize,
-        loss_rows=usual(shapes.sizes["N"]),
+        loss_rows=min(usual(shapes.sizes["N"]), job.capacity),  # one of several ranks that share a pack may have all
         documents=usual(shapes.sizes["E"]),
         attended=shapes.typical,
-        graphed=graphed,
+        graphed=graphed and job.context == 1,
         ranks=ranks,
         only_experts=ranks > 1 and recipe.world.shard == "experts",
         target=local_target(device),
