@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import shutil
@@ -9,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_decoder_layer
+import test_experts
+import test_gated_delta_mixer
+import test_mamba_mixer
+import test_short_conv_mixer
 import torch
 from rank_processes import in_ranks
 from small_models import EXPERTS, MODELS
@@ -20,11 +26,15 @@ from watching import RecipeFor, Silent, events_of, losses_of, notices_of, saved
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.pack.parts import part_of
+from pronghorn.errors import RecipeError
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.layers.build import why_not_in_parts
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Lora
+from pronghorn.train.dist.context import require_context
+from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -183,3 +193,34 @@ def test_runs_are_those_of_one_rank(recipe_for: RecipeFor, tmp_path: Path) -> No
         told = in_ranks(lambda world, context=context: resumed(world, context), tmp_path / f"told-{size}", size)
         assert told == [(0, "None")] * size
         assert largest(losses_of(folder), losses_of(tmp_path / "lora")[1:]) < 1e-6
+
+
+def test_what_cannot_share_packs_is_refused_before_anything_loads(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    for changes, why in (
+        ({"train": {"capacity": 320, "batch_tokens": 640}}, "set train.capacity: 512"),
+        ({"objective": {"name": "dpo"}}, "whole answers"),
+        ({"world": {"context": 2, "shard": "experts"}}, "sends rows to other ranks"),
+        ({"layers": "own"}, "set layers: fast"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            recipe_for(**{"world": {"context": 2}, "eval": {"generations": 0}} | changes)
+    recipe = recipe_for(world={"context": 2}, train={"batch_rows": 4, "batch_tokens": "auto"})
+    with pytest.raises(RecipeError, match="does not divide the 1 rank") as refused:
+        train(recipe, display=Silent())
+    assert "--ranks 2" in refused.value.fix
+    with pytest.raises(RecipeError, match="1 pack for 4 ranks") as refused:
+        require_packs(recipe_for(world={"context": 2}, train={"batch_tokens": 256}), 4)
+    assert "batch_tokens: 512" in refused.value.fix
+    require_packs(recipe_for(world={"context": 2}, train={"batch_tokens": 256}), 2)
+    assert [
+        name for name, config in (test_decoder_layer.FAMILIES | test_experts.ROWS).items() if why_not_in_parts(config)
+    ] == []
+    states = {test_short_conv_mixer: "short convolutions", test_gated_delta_mixer: "gated delta", test_mamba_mixer: "Mamba-2"}
+    for kind, title in states.items():
+        assert all(title in why_not_in_parts(config) for config in kind.CONFIGS.values())
+    asked = copy.deepcopy(test_experts.ROWS["mixtral"])
+    asked.output_router_logits = True
+    for config in (asked, test_short_conv_mixer.CONFIGS["lfm2"]):
+        with pytest.raises(RecipeError, match="cannot share the packs"):
+            require_context(recipe, config)
+    require_context(recipe_for(), asked)

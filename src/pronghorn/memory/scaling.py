@@ -129,9 +129,9 @@ class _Case:
         return tuple(self.spread(way, fleet, plans.get(way)) for way in WAYS)
 
     def spread(self, way: str, fleet: Fleet, plan: Plan | None = None) -> Spread:
-        size, capacity = fleet.size, self.recipe.train.capacity
-        micro, rows = max(1, ceil(self.recipe.step_packs() / size)), self.recipe.train.batch_rows
-        found = Spread(way, fleet, micro, self.recipe.step_tokens() if rows else micro * size * capacity)
+        size, rows, groups = fleet.size, self.recipe.train.batch_rows, max(1, fleet.size // self.job.context)
+        micro, capacity = max(1, ceil(self.recipe.step_packs() / groups)), self.recipe.train.capacity
+        found = Spread(way, fleet, micro, self.recipe.step_tokens() if rows else micro * groups * capacity)
         if why := self.why_not(way, size):
             return replace(found, why=why)
         saved = self.saved(way, size)
@@ -151,6 +151,10 @@ class _Case:
 
     def why_not(self, way: str, size: int) -> str:
         full, experts = self.job.method == "full", self.job.shape.experts
+        if size % self.job.context:
+            return f"world.context: {self.job.context} does not divide {size}"
+        if way == "experts" and self.job.context > 1:
+            return "world.context shares packs, whose rows go nowhere"
         if way == "base" and full:
             return "method: full has no frozen weights"
         if way == "full" and not full:
@@ -249,8 +253,9 @@ class Scaling:
             f"the table of GPU counts has {PER_MACHINE} GPUs per machine, or as many as --gpus names if that is more",
             "a step has at least one pack per GPU: with more GPUs than packs, train.batch_tokens grows with the GPUs",
             "weight gathers overlap with the previous layer; gradient all-reduces and expert all-to-alls overlap with nothing",
-            "not included: waiting for slower GPUs, kernel launches of a sharded step (it is not captured), reading data, "
-            "saving; so speeds are upper bounds, and no run on several GPUs has confirmed them",
+            "not included: waiting for slower GPUs, kernel launches of a sharded step (it is not captured), keys and values "
+            "that ranks gather (world.context), reading data, saving; so speeds are upper bounds, and no run on several GPUs has "
+            "confirmed them",
         )
 
     def _has(self, way: str) -> bool:
