@@ -4,6 +4,7 @@ parts, computed here one after the other."""
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from kernel_parts import Judge
 from test_attention import CASES, CUDA, backends, make, truth_and_yardstick
 
-from pronghorn.kernels.attention import attention_short, attention_torch
+from pronghorn.kernels.attention import attention_flash, attention_short, attention_torch
 from pronghorn.kernels.attention.attention_flex import block_mask
 from pronghorn.kernels.attention.attention_pieces import pieces_backward, pieces_forward, pieces_of
 from pronghorn.kernels.attention.attention_short import Config, Tiles
@@ -118,3 +119,71 @@ def test_flex_sees_the_blocks_of_its_piece(lengths: tuple[int, ...], window: int
             expected = padded.view(-(-size // 128), 128, blocks, 128).any(3).any(1)
             packed = Packed(piece.bounds, max(lengths), 1.0, window, before=piece.before)
             assert torch.equal(block_mask(packed, size, torch.device("cpu")).to_dense()[0, 0].bool(), expected)
+
+
+def by_segments(
+    q: Any, k: Any, v: Any, bounds_q: Any, bounds_k: Any, most: tuple[int, int], scale: float, left: int | None, out: Any
+) -> tuple[Any, Any]:
+    """What both libraries compute of differing bounds: a segment's last query sees its last key. Only what is in one."""
+    lse = torch.full((q.shape[1], len(q)), float("nan"), dtype=q.dtype)
+    pairs = zip(itertools.pairwise(bounds_q.tolist()), itertools.pairwise(bounds_k.tolist()), strict=True)
+    for (first, last), (start, end) in pairs:
+        assert last - first <= most[0]
+        assert end - start <= most[1]
+        assert (end > start) == (last > first)  # no segment without queries: not every version knows what to do with it
+        i = torch.arange(last - first)[:, None] + (end - start) - (last - first)
+        j = torch.arange(end - start)
+        unseen = (j > i) | (False if left is None else i - j > left)
+        keys, values = (x[start:end].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("inh,jnh->nij", q[first:last], keys) * scale
+        scores = scores.masked_fill(unseen, float("-inf"))
+        lse[:, first:last] = scores.logsumexp(-1)
+        out[first:last] = torch.einsum("nij,jnh->inh", scores.softmax(-1), values)
+    return out, lse
+
+
+@pytest.mark.parametrize("backend", ["flash2", "flash4"])
+@pytest.mark.parametrize("name", ["grouped", "window"])
+def test_the_libraries_are_told_the_bounds_of_queries_and_of_keys(
+    backend: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need a GPU; the first test runs them there. `by_segments` stands in for them."""
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, *bounds: Any) -> list[Any]:
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            out, _ = by_segments(*leaves, *bounds, torch.zeros_like(q))
+        found = list(torch.autograd.grad(out, leaves, dout))
+        inside = torch.arange(len(k)) >= bounds[1][0]
+        return [found[0], *(torch.where(inside[:, None, None], x, float("nan")) for x in found[1:])]
+
+    def forward_2(q: Any, k: Any, v: Any, bq: Any, bk: Any, mq: int, mk: int, *_: Any, scale: float, **window: Any) -> Any:
+        return by_segments(q, k, v, bq, bk, (mq, mk), scale, window["window_size_left"], torch.empty_like(q))
+
+    def backward_2(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, **how: Any) -> Any:
+        bq, bk, mq, mk = rest[:4]
+        return backward(dout, q, k, v, bq, bk, (mq, mk), how["scale"], how["window_size_left"])
+
+    def bounds_of(how: dict[str, Any]) -> tuple[Any, ...]:
+        most = how["max_seqlen_q"], how["max_seqlen_k"]
+        return how["cu_seqlens_q"], how["cu_seqlens_k"], most, how["softmax_scale"], how["window_size_left"]
+
+    def forward_4(q: Any, k: Any, v: Any, *, out: Any, return_lse: bool, **how: Any) -> Any:
+        assert how["causal"] and return_lse
+        return by_segments(q, k, v, *bounds_of(how), out)
+
+    def backward_4(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *, dq: Any, dk: Any, dv: Any, **how: Any) -> Any:
+        for target, grad in zip((dq, dk, dv), backward(dout, q, k, v, *bounds_of(how)), strict=True):
+            target.copy_(torch.where(grad.isnan(), target, grad))
+        return dq, dk, dv
+
+    library = SimpleNamespace(_flash_attn_fwd=forward_4, _flash_attn_bwd=backward_4)
+    monkeypatch.setattr(attention_flash, "_flash4", lambda: (library, None))
+    operators = SimpleNamespace(_flash_attention_forward=forward_2, _flash_attention_backward=backward_2)
+    monkeypatch.setattr(torch.ops, "aten", operators)
+    tensors, cu, options = make("cpu", torch.float64, lengths=MANY, **CASES[name])
+    got = parts_of_all(tensors, cu, 2, max(MANY), options | {"backend": backend})
+    monkeypatch.undo()
+    expected, _ = truth_and_yardstick(tensors, cu, options, torch.float64)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

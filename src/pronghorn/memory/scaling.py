@@ -254,8 +254,8 @@ class Scaling:
             "a step has at least one pack per GPU: with more GPUs than packs, train.batch_tokens grows with the GPUs",
             "weight gathers overlap with the previous layer; gradient all-reduces and expert all-to-alls overlap with nothing",
             "not included: waiting for slower GPUs, kernel launches of a sharded step (it is not captured), keys and values "
-            "that ranks gather (world.context), reading data, saving; so speeds are upper bounds, and no run on several GPUs has "
-            "confirmed them",
+            "that ranks gather (world.context), reading data, saving; so speeds are upper bounds, and no run on several GPUs "
+            "has confirmed them",
         )
 
     def _has(self, way: str) -> bool:

@@ -168,4 +168,8 @@ class Flash2:
                 dout_TNH, *done, bounds, packed.cu_seqlens, longest_q, packed.longest, 0.0, packed.window is None,
                 no_dropout, unused, **Flash2._options(packed),
             )  # fmt: skip
+            if packed.before:  # it writes those of its documents alone
+                unseen_J = torch.arange(len(found[1]), device=bounds.device) < packed.cu_seqlens[0]
+                for grad in found[1:3]:
+                    grad.masked_fill_(unseen_J[:, None, None], 0.0)
         return written(grads, found, sink_gradients(dout_TNH, done.out_TNH, done.lse_NT, packed.sinks_N))

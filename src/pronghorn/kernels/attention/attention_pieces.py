@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     rows: slice  # of the queries here
     before: int  # rows of the pack before them
     end: int  # row of the pack behind them
-    bounds: Tensor  # where the documents' keys begin, up to `end`
+    bounds: Tensor  # where the documents' keys begin, from that of the first query up to `end`
     bounds_q: Tensor  # where their queries begin
     spans_2T: Tensor  # of the keys
 
@@ -41,7 +41,8 @@ def pieces_of(cu_seqlens: Tensor, spans_2T: Tensor, rank: int, ranks: int) -> tu
     size, found = spans_2T.shape[1] // (2 * ranks), []
     for i, number in enumerate((rank, 2 * ranks - 1 - rank)):
         before, end = number * size, (number + 1) * size
-        bounds, bounds_q = cu_seqlens.clamp(max=end), (cu_seqlens - before).clamp(0, size)
+        bounds = torch.maximum(cu_seqlens.clamp(max=end), spans_2T[0, before])
+        bounds_q = (cu_seqlens - before).clamp(0, size)
         found.append(Piece(slice(i * size, (i + 1) * size), before, end, bounds, bounds_q, spans_2T[:, :end].clamp(max=end)))
     return tuple(found)
 
@@ -70,7 +71,9 @@ def pieces_backward(
     for piece, lse_NP in zip(pieces, lse_2NP, strict=True):
         here = piece.options | options
         k, v = kv_C2KH[: piece.end].unbind(1)
-        dkv = torch.zeros((piece.end, *kv_C2KH.shape[1:]), dtype=kv_C2KH.dtype, device=kv_C2KH.device)  # some see nobody
+        dkv = torch.zeros(
+            (piece.end, *kv_C2KH.shape[1:]), dtype=kv_C2KH.dtype, device=kv_C2KH.device
+        )  # some are seen by nobody
         dk, dv = dkv.unbind(1)
         dout, q, out, dq = (x[piece.rows] for x in (dout_TNH, q_TNH, out_TNH, dq_TNH))
         *_, dsinks = attention_backward(dout, q, k, v, out, lse_NP, piece.bounds, longest, grads=(dq, dk, dv), **here)

@@ -39,6 +39,7 @@ class Packed:
     prefix_2T: Tensor | None = None  # the rows before its own that each token sees too (attention_shared.py)
     unseen_LL: Tensor | None = None  # of one document, what its rows do not see, in the place of causality and window
     # Of queries that are a piece of the pack (attention_pieces.py): rows of keys before the first one, and their own bounds.
+    # Documents without queries have no keys, and nobody writes their gradients.
     before: int = 0
     bounds_q: Tensor | None = None
 
@@ -49,6 +50,10 @@ class Packed:
     def queries(self, rows: slice) -> slice:
         """Where the queries of these rows of the pack lie."""
         return slice(rows.start - self.before, rows.stop - self.before)
+
+    def first_query(self, start: int) -> int | None:
+        """Of the document that begins there the first row that has a query, if it is not the first of all."""
+        return self.before if start < self.before else None
 
     def documents(self) -> Iterator[tuple[int, int]]:
         """(first row, row after the last) of each document that has tokens, on the host."""
@@ -116,20 +121,14 @@ class PlainTorch:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
         lse_NT = torch.empty(q_TNH.shape[1::-1], dtype=compute_dtype(q_TNH), device=q_TNH.device)
         for start, end in packed.documents():
-            if end > packed.before:
-                first = packed.before if start < packed.before else None
-                forward_document(q_TNH, k_TKH, v_TKH, packed, start, end, out_TNH, lse_NT, first)
+            forward_document(q_TNH, k_TKH, v_TKH, packed, start, end, out_TNH, lse_NT, packed.first_query(start))
         return out_TNH, lse_NT
 
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
         found = grads or done.empty_grads()
         for start, end in packed.documents():
-            if end > packed.before:
-                first = packed.before if start < packed.before else None
-                backward_document(dout_TNH, done, packed, start, end, found, first)
-            else:  # nobody sees them
-                found[1][start:end], found[2][start:end] = 0.0, 0.0
+            backward_document(dout_TNH, done, packed, start, end, found, packed.first_query(start))
         return (*found, sink_gradients(dout_TNH, done.out_TNH, done.lse_NT, packed.sinks_N))
 
 
