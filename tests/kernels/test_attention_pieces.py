@@ -169,7 +169,8 @@ def test_the_libraries_are_told_the_bounds_of_queries_and_of_keys(
         return how["cu_seqlens_q"], how["cu_seqlens_k"], most, how["softmax_scale"], how["window_size_left"]
 
     def forward_4(q: Any, k: Any, v: Any, *, out: Any, return_lse: bool, **how: Any) -> Any:
-        assert how["causal"] and return_lse
+        assert how["causal"]
+        assert return_lse
         return by_segments(q, k, v, *bounds_of(how), out)
 
     def backward_4(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *, dq: Any, dk: Any, dv: Any, **how: Any) -> Any:

@@ -44,8 +44,10 @@ from tables import EVERY_CASE
 CAPACITY = 256
 # The kinds of attention: grouped, qk-norm, windows, soft-caps, LongRoPE by the document's length, keys of an earlier layer,
 # beside the MLP, gated, queries scaled by position, sinks, latent.
-KINDS = """llama / qwen3 / gemma2 / gemma3 / phi3 / gemma4_text, as E2B / cohere2 / muse_glimmer / ministral3 / gpt_oss /
-glm4_moe_lite"""
+KINDS = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "gemma4_text, as E2B", "cohere2", "muse_glimmer", "ministral3",
+         "gpt_oss", "glm4_moe_lite")  # fmt: skip
+# DoRA runs layers as separate operations: attention with sinks, windows and shared keys once more by autograd.
+METHODS = {"full": ("llama", "gpt_oss"), "dora": ("llama", "gemma2", "gpt_oss", "gemma4_text, as E2B", "glm4_moe_lite")}
 
 
 def packs() -> list[PackedBatch]:
@@ -86,23 +88,26 @@ def test_ranks_that_share_packs_have_the_gradients_of_one(tmp_path: Path) -> Non
 
     def compared(world: World) -> str:
         found, groups = dict[str, float](), [world.neighbours(2), world]
-        for name in MODELS if EVERY_CASE else map(str.strip, KINDS.split("/")):
-            method = "lora on experts" if name in EXPERTS else "lora"
+        cases = [(name, "lora on experts" if name in EXPERTS else "lora") for name in MODELS if EVERY_CASE or name in KINDS]
+        for name, method in [*cases, *((name, method) for method in METHODS for name in METHODS[method])]:
             model = MODELS[name](name, method, torch.float64)
             assert install(model) == ""
+            assert any(layer.why_not_fused() for layer in engine_of(model).layers) == (method == "dora")
             for i, pack in enumerate(packs()):
                 expected = loss_and_gradients(model, pack)
                 for group in groups:
                     engine_of(model).context = group
                     part = part_of(pack, (group.rank, group.size))
-                    found[f"{name}, pack {i}, {group.size} ranks"] = apart(loss_and_gradients(model, part, group), expected)
+                    found[f"{name}, {method}, pack {i}, {group.size} ranks"] = apart(
+                        loss_and_gradients(model, part, group), expected
+                    )
         return json.dumps(found)
 
     told = in_ranks(compared, tmp_path, size=4)
     for one in told:
         assert one is not None
         assert one[0] == 0, one
-        wrong = {case: error for case, error in json.loads(one[1]).items() if not error < 3e-14}
+        wrong = {case: error for case, error in json.loads(one[1]).items() if not error < 1e-13}
         assert not wrong
 
 
