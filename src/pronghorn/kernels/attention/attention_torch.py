@@ -52,7 +52,7 @@ class Packed:
         return slice(rows.start - self.before, rows.stop - self.before)
 
     def first_query(self, start: int) -> int | None:
-        """Of the document that begins there the first row that has a query, if it is not the first of all."""
+        """The first row with a query of the document that begins there; None: its own first row."""
         return self.before if start < self.before else None
 
     def documents(self) -> Iterator[tuple[int, int]]:
