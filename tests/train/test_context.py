@@ -89,7 +89,8 @@ def test_ranks_that_share_packs_have_the_gradients_of_one(tmp_path: Path) -> Non
     def compared(world: World) -> str:
         found, groups = dict[str, float](), [world.neighbours(2), world]
         cases = [(name, "lora on experts" if name in EXPERTS else "lora") for name in MODELS if EVERY_CASE or name in KINDS]
-        for name, method in [*cases, *((name, method) for method in METHODS for name in METHODS[method])]:
+        cases += [(name, method) for method, names in METHODS.items() for name in names]
+        for name, method in cases:
             model = MODELS[name](name, method, torch.float64)
             assert install(model) == ""
             assert any(layer.why_not_fused() for layer in engine_of(model).layers) == (method == "dora")
