@@ -129,10 +129,10 @@ class Session:
 
     def in_turns(self, work: Callable[[], Sequence[list[str]]]) -> Sequence[list[str]]:
         """What every rank does with the model and data of its own: one after the other, where its weights are spread."""
-        if self.recipe.world.context > 1 or (self.shards is not None and not self.shards.leads):
-            return [], []
         if self.shards is None:
             return work()
+        if not self.shards.leads:
+            return [], []
         return [self.shards.led_by(rank, work) for rank in range(self.world.size)][self.world.rank]
 
     def lower_memory(self, memory: RunMemory) -> None:
