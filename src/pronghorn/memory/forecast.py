@@ -58,11 +58,11 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        return None if self.hours is None or self.price is None else self.hours * self.price
+        return None if self.hours is None or self.price is None else self.hours * self.price * self.plan.problem.job.context
 
     @property
     def cost_of_a_billion(self) -> float | None:
-        return None if self.price is None else 1e9 / self.tokens_per_second / 3600 * self.price
+        return None if self.price is None else 1e9 / self.tokens_per_second / 3600 * self.price * self.plan.problem.job.context
 
     def as_dict(self) -> dict[str, Any]:
         job = self.plan.problem.job
@@ -240,6 +240,7 @@ def job_of(
         compute="fp8" if recipe.fp8 else "bf16",
         loss_rows=rows,
         optimizer=recipe.train.optimizer,
+        graphed=recipe.world.context == 1,
         context=recipe.world.context,
         storage=recipe.stored_as,
         head=recipe.objective.kind.head,

@@ -145,7 +145,7 @@ def run_job(
         loss_rows=min(usual(shapes.sizes["N"]), job.capacity),  # one of several ranks that share a pack may have all
         documents=usual(shapes.sizes["E"]),
         attended=shapes.typical,
-        graphed=graphed and job.context == 1,
+        graphed=graphed and job.graphed,
         ranks=ranks,
         only_experts=ranks > 1 and recipe.world.shard == "experts",
         target=local_target(device),
