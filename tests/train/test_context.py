@@ -42,10 +42,10 @@ from samples import ListTable, make_model, random_table
 from tables import EVERY_CASE
 
 CAPACITY = 256
-# The kinds of attention: grouped, qk-norm, windows, soft-caps, LongRoPE by the document's length, keys of an earlier layer,
-# beside the MLP, gated, queries scaled by position, sinks, latent.
-KINDS = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "gemma4_text, as E2B", "cohere2", "muse_glimmer", "ministral3",
-         "gpt_oss", "glm4_moe_lite")  # fmt: skip
+# The kinds of attention: grouped, qk-norm, windows, soft-caps, keys of an earlier layer, beside the MLP, gated, queries scaled
+# by position, sinks, latent.
+KINDS = ("llama", "qwen3", "gemma2", "gemma3", "gemma4_text, as E2B", "cohere2", "muse_glimmer", "ministral3", "gpt_oss",
+         "glm4_moe_lite")  # fmt: skip
 # DoRA runs layers as separate operations: attention with sinks, windows and shared keys once more by autograd.
 METHODS = {"full": ("llama", "gpt_oss"), "dora": ("llama", "gemma2", "gpt_oss", "gemma4_text, as E2B", "glm4_moe_lite")}
 # What backward recomputes gathers once more.
