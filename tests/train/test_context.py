@@ -122,13 +122,24 @@ def test_ranks_that_share_packs_have_the_gradients_of_one(tmp_path: Path) -> Non
 
 
 def test_a_rank_saves_its_share_of_activations(tmp_path: Path) -> None:
-    """What a forward leaves for its backward."""
+    """What a forward leaves for its backward; and bytes that are gathered in both, and scattered."""
 
     def measured(world: World) -> str:
         model = add_adapter(make_model(hidden_size=64, intermediate_size=128, num_hidden_layers=3), Lora(r=4), seed=1).train()
         assert install(model) == ""
         table = random_table(60, longest=50, seed=1)
         whole = build_batch(table, torch.arange(60).numpy(), 2048)
+
+        sent = {"gather": 0, "scatter_sum": 0}
+
+        def counted(group: Any, name: str, whole: int) -> None:
+            real = getattr(group, name)
+
+            def begin(*tensors: torch.Tensor) -> Any:
+                sent[name] += tensors[whole].nbytes
+                return real(*tensors)
+
+            setattr(group, name, begin)
 
         def held(group: World | None) -> int:
             engine_of(model).context = group
@@ -137,18 +148,24 @@ def test_a_rank_saves_its_share_of_activations(tmp_path: Path) -> None:
             before = alive()
             loss = Supervised().sums(model, batch).loss
             found = alive() - before
-            del loss
+            loss.backward()
             return found
 
         held(None)  # buffers that stay
-        return json.dumps([held(None), held(world.neighbours(2)), held(world)])
+        pair = world.neighbours(2)
+        counted(pair, "gather", 0), counted(pair, "scatter_sum", 1)
+        return json.dumps([held(None), held(pair), held(world), *sent.values()])
 
     for one in in_ranks(measured, tmp_path, size=4):
         assert one is not None
-        alone, of_two, of_four = json.loads(one[1])
+        alone, of_two, of_four, gathered, scattered = json.loads(one[1])
         assert alone > 3 * 2048 * 8 * 64 * 4  # of each layer, eight tensors as wide as the model at least
         assert of_two <= 0.6 * alone
         assert of_four <= 0.35 * alone
+        keys_and_values = (
+            3 * 2048 * 2 * 2 * 16 * 4
+        )  # layers, tokens, both, heads, width, bytes: `pronghorn plan --gpus` counts so
+        assert (gathered, scattered) == (2 * keys_and_values, keys_and_values)
 
 
 def losses_of_rows(run: str) -> dict[tuple[int, int], float]:

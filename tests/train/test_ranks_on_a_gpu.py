@@ -24,7 +24,7 @@ from watching import Silent, losses_of, notices_of
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.dist.launch import launch
-from pronghorn.train.dist.ranks import Ranks, join
+from pronghorn.train.dist.ranks import NCCL_PATIENCE, Ranks, join
 from pronghorn.train.loop import train
 from samples import make_tokenizer
 
@@ -52,6 +52,8 @@ def test_one_rank_over_nccl_trains_as_none(gpu_recipe: RecipeFor, one_rank: Call
     alone, again = (train(renamed(recipe, name), display=Silent()) for name in ("alone", "again"))
     with one_rank() as world:
         assert "nccl" in world.backend
+        nccl: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        assert nccl.options._timeout == NCCL_PATIENCE
         ranks = train(renamed(recipe, "ranks"), display=Silent(), world=world)
     assert not any("sums over ranks" in event.get("text", "") for event in read_log(ranks.folder))
     expected = losses_of(alone.folder)
