@@ -79,7 +79,8 @@ class StepPacking:
 
     def step(self, table: TokenRows, packs: Sequence[npt.NDArray[np.int64]], after: State, epoch: float) -> StepBatch:
         """`packs`: the row numbers of each."""
-        groups, mine = self.deal.groups, packs[self.deal.group :: self.deal.groups]
+        group, groups = self.deal.group, self.deal.groups
+        mine, others = packs[group::groups], [rows for i, rows in enumerate(packs) if i % groups != group]
         empty = (-(-len(packs) // groups) if self.even else 1) - len(mine)
         batches = [
             build_batch(table, rows, self.capacity, self.pad_id, self.shapes)
@@ -87,12 +88,14 @@ class StepPacking:
         ]
         if self.complete is not None:
             batches = [self.complete(batch, table) for batch in batches]
-        batches = [part_of(batch, self.deal.part) for batch in batches]
+        parts = [part_of(batch, self.deal.part) for batch in batches]
         if self.pin:
-            batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
-        tokens = sum(tokens_in(table, rows) for rows in packs) - sum(batch.tokens for batch in batches)
-        loss_tokens = sum(int(table.loss_counts[rows].sum()) for rows in packs) - sum(batch.loss_tokens for batch in batches)
-        return StepBatch(tuple(batches), table, after, epoch, (tokens, loss_tokens))
+            parts = [batch.map(torch.Tensor.pin_memory) for batch in parts]
+        tokens = sum(tokens_in(table, rows) for rows in others)
+        loss_tokens = sum(int(table.loss_counts[rows].sum()) for rows in others)
+        for whole, part in zip(batches, parts, strict=True):  # what ranks have that share packs with this one
+            tokens, loss_tokens = tokens + whole.tokens - part.tokens, loss_tokens + whole.loss_tokens - part.loss_tokens
+        return StepBatch(tuple(parts), table, after, epoch, (tokens, loss_tokens))
 
 
 class Place(NamedTuple):
