@@ -206,6 +206,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "qlora": {"method": "qlora", "world": {"shard": "base", "context": 2}},
     "full": {"method": "full"},
     "full, spread": {"method": "full", "world": {"shard": "full", "context": 2}},
+    "full, copies": {"method": "full", "world": {"shard": "full", "replicate": 2, "context": 2}},
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from rank_processes import in_ranks
 from safetensors.torch import load_file
 from test_ranks import apart
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from watching import RecipeFor, Silent, losses_of, notices_of, saved
 
@@ -21,7 +21,7 @@ from pronghorn.memory.scaling import scaling
 from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
-from pronghorn.train.dist.shards import Shards, shard_of
+from pronghorn.train.dist.shards import Ring, shard_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -43,13 +43,12 @@ RUNS: dict[str, dict[str, Any]] = {
 LOOKS = {"every": 2, "generations": 1, "max_new_tokens": 2}
 SHARDED: dict[str, dict[str, Any]] = {
     "nf4": {**RUNS["qlora"], "model": "deep"},
+    "copies of nf4": {**RUNS["qlora"], "eval": LOOKS, "data": {}},
     "fp8": {"method": "fp8", "packs": 6},
-    "full": {**RUNS["full"], "eval": LOOKS, "data": {}, "checkpoint": {"every": 1, "keep": 9}},
     "experts": {**RUNS["experts"], "memory": {"budget": "8GB"}},
     "lora": {**RUNS["lora"], "packs": 6, "memory": {"budget": "8GB"}},
     "experts in nf4": {**RUNS["experts"], "method": "qlora"},
     "nvfp4": {**RUNS["qlora"], "storage": "nvfp4", "eval": LOOKS, "data": {}},
-    "full, experts, own head": {**RUNS["full"], "model": "experts"},
 }
 
 
@@ -71,9 +70,9 @@ def runs(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
             "num_hidden_layers": 2,
         }
         experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "eos_token_id": 2}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, **experts))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, **experts, output_router_logits=True))
 
-    def build(name: str, settings: dict[str, Any], **world: str) -> Recipe:
+    def build(name: str, settings: dict[str, Any], **world: Any) -> Recipe:
         changes = {key: value for key, value in settings.items() if key not in ("packs", "model")}
         folder = tmp_path / settings.get("model", "dense")
         if not folder.exists():
@@ -93,10 +92,10 @@ def copied(recipe: Recipe, end: str) -> Recipe:
     return recipe.model_copy(update={"output": f"{recipe.output}-{end}"})
 
 
-def trained(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint."""
+def trained(recipe: Recipe, file: str = "") -> dict[str, torch.Tensor]:
+    """Of the last checkpoint; `file`: another one than that of its weights."""
     last = max(Path(recipe.output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    return load_file(last / ("model.safetensors" if recipe.method == "full" else "adapter_model.safetensors"))
+    return load_file(last / (file or ("model" if recipe.method == "full" else "adapter_model") + ".safetensors"))
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -130,15 +129,15 @@ def test_any_number_of_ranks_trains_the_same_run(name: str, runs: RecipeFor, tmp
 
 
 def alive() -> int:
-    """Bytes of all tensors of this process."""
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    """Bytes of all tensors of this process; a DTensor has none but those of its part."""
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and not isinstance(thing, DTensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
     """Bytes when the second step's backward has ended, and sums begin; sizes of the units, where there are some; and what they
     exchanged in that step."""
-    sums, found, calls, sent = world.add_up, {}, [], [0]
+    sums, found, calls, sent = world.add_up, dict[str, int](), list[int](), [0]
     gather, scatter_sum = world.gather, world.scatter_sum
 
     def counted(real: Any, whole: int) -> Any:
@@ -155,7 +154,7 @@ def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
         if len(calls) == 2:
             found["sent"] = sent[0]
             found["alive"] = alive()
-            of_this_run = [thing for thing in gc.get_objects() if isinstance(thing, Shards)]
+            of_this_run = [thing for thing in gc.get_objects() if isinstance(thing, Ring)]
             assert len(of_this_run) <= 1, "a run that is over still holds its weights"
             for shards in of_this_run:
                 sizes = sorted(unit.size for unit in shards.units)
@@ -172,63 +171,48 @@ def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", first_of(SHARDED, 4))
 def test_spread_weights_train_as_copied_ones(name: str, runs: RecipeFor, tmp_path: Path) -> None:
-    """And take less memory; saved on two ranks, full fine-tuning resumes on one and on four."""
-    settings = SHARDED[name]
-    pair = [runs(shard, settings, shard=shard) for shard in ("none", "full" if settings.get("method") == "full" else "base")]
-    found = in_ranks(lambda world: json.dumps([train_measured(recipe, world) for recipe in pair]), tmp_path / "told")
-    assert [one and one[0] for one in found] == [0, 0], found
-    whole, spread = pair
+    """And take less memory. With copies, of two groups of ranks each has all weights."""
+    copies = 1 + name.startswith("copies")
+    whole, spread = runs("none", SHARDED[name], shard="none"), runs("base", SHARDED[name], shard="base", replicate=copies)
+
+    def go(world: World) -> str:
+        return json.dumps([train_measured(recipe, world) for recipe in (whole, spread)])
+
+    found = in_ranks(go, tmp_path / "told", 2 * copies)
+    assert [one and one[0] for one in found] == [0] * 2 * copies, found
     assert len(losses_of(whole.output)) == 2
     assert apart(losses_of(spread.output), losses_of(whole.output)) < 1e-6
     assert distance(trained(spread), trained(whole)) < 1e-6
-    held_out = [losses_of(run.output, "eval") for run in pair]
+    held_out = [losses_of(run.output, "eval") for run in (whole, spread)]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-6)
     assert sum("each rank keeps 1/2" in text for text in notices_of(spread.output)) == 1
-    if name in ("nf4", "full"):  # others have a layer's weights beside their adapters as well, or too few layers
+    if name == "nf4":  # others have a layer's weights beside their adapters as well, or too few layers
         for report in found:
-            first, second = json.loads(report[1])
-            check_bytes(name, first["alive"], second)
-    if name == "nf4":
+            first, second = json.loads(report[1])  # type: ignore[index]
+            check_bytes(first["alive"], second)
         check_forecast(spread, json.loads(str(found[0] and found[0][1]))[1]["sent"])
-    if name == "full":
-        check_resume(spread, tmp_path)
 
 
-def check_bytes(name: str, whole: int, parts: dict[str, int]) -> None:
-    """A rank of two holds half of what is spread (of trained weights with gradients and moments) and two units."""
-    total, largest, slack = parts["total"] * (4 if name == "full" else 1), parts["largest"], 30_000
+def check_bytes(whole: int, parts: dict[str, int]) -> None:
+    """A rank of two holds half of what is spread and two units."""
+    total, largest, slack = parts["total"], parts["largest"], 30_000
     room = total / 2 + 2 * largest
     assert room + 2 * slack < total, "too few layers to tell"
-    assert parts["alive"] <= whole - total + room + slack, (name, whole, parts)
+    assert parts["alive"] <= whole - total + room + slack, (whole, parts)
 
 
 def check_forecast(recipe: Recipe, sent: int) -> None:
     """What ranks gather in a step is what `pronghorn plan --gpus` counts."""
     precise = recipe.model_copy(update={"precision": "fp32"})  # as it is here
     ways = {one.way: one for one in scaling(precise, read_config(recipe.model), gpus="2xh100").ways}
-    told = ways["base"].sent_bytes - ways["none"].sent_bytes  # without the sums of adapters' gradients
+    told = ways[recipe.world.shard].sent_bytes
+    told -= ways["none"].sent_bytes * (recipe.method != "full")  # sums of adapters' gradients
     assert sent / 2 == pytest.approx(told, rel=0.02)
 
 
-def check_resume(recipe: Recipe, tmp_path: Path) -> None:
-    whole = losses_of(recipe.output)
-
-    def resumed(world: World) -> None:
-        train(copied(recipe, f"resumed-{world.size}"), display=Silent(), world=world)
-
-    for size in (1, 4):
-        folder = Path(copied(recipe, f"resumed-{size}").output)
-        folder.mkdir()
-        shutil.copytree(Path(recipe.output) / "checkpoint-1", folder / "checkpoint-1")
-        if size > 1:
-            assert in_ranks(resumed, tmp_path / "resumed", size) == [(0, "None")] * size
-        else:
-            resumed(World())
-        assert apart(losses_of(folder), whole[1:]) < 1e-6
-
-
 def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: RecipeFor, tmp_path: Path) -> None:
-    recipes = runs("nf4", RUNS["qlora"], shard="base"), runs("full", RUNS["full"], shard="full")
+    ways = {"base": "qlora", "full": "full", "experts": "experts"}
+    recipes = [runs(shard, RUNS[name], shard=shard) for shard, name in ways.items()]
 
     def broken(world: World) -> str:
         real, rows, told = Supervised.sums, list[int](), []
@@ -250,8 +234,8 @@ def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: Recipe
 
     one, other = in_ranks(broken, tmp_path / "told")
     assert one == other
-    assert one[1].count("HealthStop: caused by ") == 2
-    assert one[1].count("train.jsonl:") == 2
+    assert one[1].count("HealthStop: caused by ") == 3
+    assert one[1].count("train.jsonl:") == 3
 
 
 def test_what_is_spread(recipe_for: RecipeFor) -> None:
@@ -262,12 +246,18 @@ def test_what_is_spread(recipe_for: RecipeFor) -> None:
     assert shard_of(recipe_for(world={"shard": "auto"}), two, CPU, facts) == "none"  # it fits
     assert shard_of(recipe_for(world={"shard": "base"}), two, CPU, facts) == "base"
     assert shard_of(recipe_for(world={"shard": "full"}, method="full"), two, CPU, facts) == "full"
+    assert shard_of(recipe_for(world={"replicate": 3}), World(), CPU, facts) == "none"  # one rank
+    for replicate in (2, 3):
+        with pytest.raises(RecipeError, match=f"world.replicate: {replicate} does not divide 2 ranks"):
+            shard_of(recipe_for(world={"replicate": replicate}, method="full"), two, CPU, facts)
     with pytest.raises(RecipeError, match="cannot be sharded") as refused:
         shard_of(recipe_for(world={"shard": "base"}, train={"graph": "on"}), two, CPU, facts)
     assert "train.graph" in refused.value.why
     for changes, why in (
         ({"world": {"shard": "base"}, "method": "full"}, "shards frozen weights"),
         ({"world": {"shard": "full"}}, "freezes the weights"),
+        ({"world": {"shard": "none", "replicate": 2}}, "world.replicate cannot be combined with world.shard: none"),
+        ({"world": {"shard": "experts", "replicate": 2}}, "world.replicate cannot be combined with world.shard: experts"),
         ({"world": {"shard": "base"}, "layers": "own"}, "layers: own"),
         ({"world": {"shard": "base"}, "objective": {"name": "kto"}}, "objective: kto"),
         ({"world": {"shard": "base"}, "lora": {"dropout": 0.1}}, "lora.dropout"),

@@ -13,7 +13,6 @@ memory. All ranks run the model together; none can answer, or look for a broken 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,10 +27,9 @@ from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import StoredExperts, stacks_in
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
-from pronghorn.model.layers.types import Grads
-from pronghorn.model.shards import FIRST
-from pronghorn.train.dist.shards import MOMENTS, STATE, Shards, Shares, norm_over_ranks
-from pronghorn.train.dist.trained_shards import TrainedShards
+from pronghorn.model.layers.types import Shards
+from pronghorn.train.dist.fsdp import Fsdp, FsdpShares
+from pronghorn.train.dist.shards import MOMENTS, Ring, Shares, norm_over_ranks, shards_of
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -83,9 +81,8 @@ class ExpertShares(Shares):
     """This rank's experts, taken while the model loads."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        super().__init__(world, device, trained=False)
+        super().__init__(world, device)
         self.own: dict[tuple[nn.Module, str], OwnExperts] = {}
-        self._digest = hashlib.sha256()
 
     def keep(self, name: str, module: nn.Module) -> None:
         for inner_name, inner in module.named_modules(prefix=name):
@@ -101,32 +98,22 @@ class ExpertShares(Shares):
         if isinstance(module, StoredExperts):
             stored = module.stacks[stack].stored
             own = QuantizedStack.of(stored.experts(experts, len(parameter)).to(self.device), experts.stop - experts.start)
-            self._look_at(name, next(iter(stored.tensors().values())))
+            self.look_at(name, next(iter(stored.tensors().values())))
             nothing: dict[str, Any] = {part: self._empty(tensor) for part, tensor in stored.tensors().items()}
             module.stacks[stack] = module.stacks[stack]._replace(stored=replace(stored, **nothing))  # type: ignore[type-var]
             return OwnExperts(experts, own)
-        self._look_at(name, parameter)
+        self.look_at(name, parameter)
         weight = parameter.detach()[experts].to(self.device, copy=True)
         parameter.data = self._empty(parameter)
         return OwnExperts(experts, weight)
-
-    def _look_at(self, name: str, tensor: Tensor) -> None:
-        first = tensor.detach().flatten()[:FIRST].contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        self._digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + first)
 
     def _empty(self, tensor: Tensor) -> Tensor:
         """As large as this one, without memory."""
         return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
 
-    @property
-    def key(self) -> str:
-        return self._digest.hexdigest()[:12]
 
-
-class ExpertShards:
+class ExpertShards(Shards):
     """`engine.shards` of a model whose experts are spread."""
-
-    trains, leads = True, False
 
     def __init__(self, shares: ExpertShares, engine: FastCausalLM, model: nn.Module) -> None:
         """`model`: with its adapters, by whose names checkpoints go."""
@@ -195,27 +182,13 @@ class ExpertShards:
         found = (own.weight for own in self._own.values())
         return sum(weight.nbytes if isinstance(weight, Tensor) else weight.stored.nbytes for weight in found)
 
-    def prepare(self, dtype: torch.dtype) -> bool:
-        return False
-
-    def enter(self, layer: int, step: int) -> None: ...
-
-    def head(self) -> None: ...
-
-    def take(self, layer: int, parameters: Sequence[Tensor], gradients: Grads) -> Grads:
-        return gradients
-
-    def forget(self) -> None: ...
-
     def spreads(self, tensor: Tensor) -> bool:
         """Whether its memory is elsewhere."""
         return tensor.numel() > 1 and not any(tensor.stride())
 
-    def led_by(self, rank: int, work: Callable[[], T]) -> T:
-        """Without the model, which all ranks run together."""
-        return self.world.sent_by(rank, work)
-
     # ---- gradients -----------------------------------------------------------------------------------------------------------
+
+    def before_backward(self, *, last: bool) -> None: ...
 
     def drop_gradients(self) -> None:
         for parameter in self.trained.values():
@@ -238,7 +211,7 @@ class ExpertShards:
         state = dict(tensors)
         for name in self.slices if tensors else ():
             for key in MOMENTS:
-                place = STATE.format(key, name)
+                place = key + name
                 state[place] = self._gathered(name, tensors[place])
         return weights, state
 
@@ -261,7 +234,7 @@ class ExpertShards:
         found = dict(tensors)
         for name, (shape, experts) in self._whole.items():
             for key in MOMENTS:
-                place = STATE.format(key, name)
+                place = key + name
                 if place in tensors and tuple(tensors[place].shape) == shape:
                     own = experts_of(self.world.rank, self.world.size, experts)
                     found[place] = self._part(name, tensors[place], own)
@@ -271,16 +244,26 @@ class ExpertShards:
 # ---- each way to spread ------------------------------------------------------------------------------------------------------
 
 
-def shares_of(shard: str, world: World, device: torch.device, plan: str) -> Shares | None:
-    """`plan`: what layers recompute, and with experts elsewhere send again, so all ranks must do the same."""
+def shares_of(
+    shard: str, world: World, device: torch.device, dtype: torch.dtype, replicate: int, plan: object
+) -> Shares | None:
+    """`dtype`: of a step's products. `plan`: what layers recompute, and with experts elsewhere send again, so all ranks must do
+    the same."""
     if shard == "experts":
-        world.require_same(lambda: {"memory plan": plan})
+        world.require_same(lambda: {"memory plan": str(plan)})
         return ExpertShares(world, device)
-    return None if shard == "none" else Shares(world, device, trained=shard == "full")
+    if shard == "full":
+        return FsdpShares(world, device, replicate, dtype)
+    return None if shard == "none" else Shares(world.neighbours(world.size // replicate), device)
 
 
 def spread(shares: Shares, model: HFModel) -> Shards:
     engine = shares.engine_of(model)
     if isinstance(shares, ExpertShares):
-        return ExpertShards(shares, engine, model)  # type: ignore[return-value]  # it has the methods that a run calls
-    return (TrainedShards if shares.trained else Shards)(shares, engine)
+        return ExpertShards(shares, engine, model)
+    return Fsdp(shares, engine) if isinstance(shares, FsdpShares) else Ring(shares, engine)
+
+
+def trained_shards_of(model: HFModel) -> Fsdp | ExpertShards | None:
+    found = shards_of(model)
+    return found if isinstance(found, Fsdp | ExpertShards) else None

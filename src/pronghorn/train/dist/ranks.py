@@ -355,6 +355,15 @@ class Ranks(World):
         except RuntimeError as error:  # torch has no kind of its own for gloo's "connection closed by peer"
             raise self._ended_elsewhere(str(error)) from error
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise self._ended_elsewhere(str(error)) from error
+
     def _ended_elsewhere(self, why: str) -> EndedElsewhere:
         cause = re.sub(r"^\[[^]]*\] *", "", why.split("\n", 1)[0]).split(". ")[0]  # without a place in gloo's source
         return self._watch.broken(cause, ALSO)

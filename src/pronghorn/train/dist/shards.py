@@ -2,25 +2,20 @@
 
     forward     enter(k): waits for k ── compute k ───────────── enter(k+1): its weights are there
     network               └─ gather k+1, into the buffer that k-1 has left
-    backward    enter(k): waits for k ── compute k ── take(k): its gradients leave ── enter(k-1)
-    network               └─ gather k-1                       └─ reduce-scatter k      (world.shard: full)
+    backward    enter(k): waits for k ── compute k ── enter(k-1)
+    network               └─ gather k-1
 
 A rank holds its part of every unit (model/shards.py) and two buffers of the largest unit's size; a unit has its buffer, so its
-weights have one address for good. With `full`, what is trained is the rank's part: the optimizer, and `trainable`, see a slice
-of each parameter, of which the gradients are summed over ranks as each layer's backward ends.
+weights have one address for good, as stored bytes and their scales need it. Trained weights are sharded by torch (fsdp.py).
 
-Why not torch's `fully_shard`: it swaps a module's parameters around the module's forward, while our layers read stored bytes
-and scales at fixed addresses inside one autograd node. Its parameters become DTensors, which every other part of a run
-(kernels, checkpoints, export) would have to know. The same ring serves frozen bytes and trained weights.
-
-All ranks gather the same units in the same order. Where one of them works alone (answers to held-out rows), it says before each
-gather which unit it needs, and the others take part (`led_by`).
+All ranks gather the same units in the same order: they run the model together, also where only the writer needs the result
+(answers to held-out rows).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -32,9 +27,9 @@ from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, num_experts, text_config, why_not_fast
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.layers.types import Grads
+from pronghorn.model.layers.types import Shards
 from pronghorn.model.load import ModelFacts
-from pronghorn.model.shards import Unit, tensors_of
+from pronghorn.model.shards import Unit, facts_of, tensors_of
 from pronghorn.model.text_stack import decoder_layers, head_of
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import Pending, World
@@ -43,18 +38,17 @@ T = TypeVar("T")
 BUFFERS = 2  # one unit computes while the next one arrives
 ROOM = 0.7  # of a GPU's memory, which weights may take before they are spread by themselves
 MASTER_BYTES = 16  # of a trained parameter: itself, its gradient and two moments, in float32
-END = -1  # what a rank that leads says last
-STATE = "optimizer/{}/{}"  # as optim.py names moments
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("optimizer/exp_avg/", "optimizer/exp_avg_sq/")  # as optim.py names them, before the parameter's name
 
 
 class Shares:
     """The parts of a model's weights that this rank keeps, taken while the model loads."""
 
-    def __init__(self, world: World, device: torch.device, *, trained: bool) -> None:
-        self.world, self.device, self.trained = world, device, trained
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
         self.layers: list[Unit] = []
         self.ends: list[Unit] = []
+        self._digest = hashlib.sha256()
 
     def keep(self, name: str, module: nn.Module) -> None:
         self.layers.append(self._unit(name, module))
@@ -80,18 +74,26 @@ class Shares:
         return engine
 
     def _unit(self, name: str, module: nn.Module) -> Unit:
-        found = list(tensors_of(module, name, trained=self.trained))
+        found = list(tensors_of(module, name))
+        for one in found:
+            self.look_at(one.name, one.tensor)
         return Unit(name, found, self.world.rank, self.world.size, self.device)
 
+    def look_at(self, name: str, tensor: Tensor) -> None:
+        """Before it is cut: for the key."""
+        self._digest.update(facts_of(name, tensor))
 
-class Shards:
+    @property
+    def key(self) -> str:
+        """Digest of the loaded weights: the same on all ranks."""
+        return self._digest.hexdigest()[:12]
+
+
+class Ring(Shards):
     """The units of a model in the order of its forward: embeddings, layers, head. `engine.shards` and `layer.shards`."""
 
-    trains = False  # whether a rank trains what only it has
-    leads = True  # whether a rank can run the model alone
-
     def __init__(self, shares: Shares, engine: FastCausalLM) -> None:
-        self.world, self._engine = shares.world, engine
+        self.world, self.key, self._engine = shares.world, shares.key, engine
         self.units = [shares.ends[0], *shares.layers, *shares.ends[1:]]
         self._buffers = [
             torch.zeros(max(unit.size for unit in self.units[i::BUFFERS]), dtype=torch.uint8, device=shares.device)
@@ -101,24 +103,13 @@ class Shards:
         self._pending: list[Pending | None] = [None] * len(self._buffers)
         self._dtype = torch.float32
         self._entered: int | None = None  # the layer whose turn it is
-        self._leads = False
         for number, unit in enumerate(self.units):
             unit.show_in(self._buffer(number))
         self._install()
 
-    @property
-    def key(self) -> str:
-        """Digest of the loaded weights: the same on all ranks."""
-        return hashlib.sha256("".join(unit.key for unit in self.units).encode()).hexdigest()[:12]
-
     def spreads(self, tensor: Tensor) -> bool:
         """Whether it is a view of a buffer here."""
         return any(tensor.untyped_storage().data_ptr() == buffer.data_ptr() for buffer in self._buffers)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights on this rank: its parts, and the buffers."""
-        return sum(unit.part.nbytes for unit in self.units) + sum(buffer.nbytes for buffer in self._buffers)
 
     def _install(self) -> None:
         engine = self._engine
@@ -162,18 +153,13 @@ class Shards:
     def head(self) -> None:
         self._turn(self._head, 0)
 
-    def take(self, layer: int, parameters: Sequence[Tensor], gradients: Grads) -> Grads:
-        return gradients
-
     # ---- the ring ------------------------------------------------------------------------------------------------------------
 
     def _turn(self, unit: int, step: int) -> None:
         """Its weights are there until the turn after the next one; those of the unit `step` further begin to arrive."""
-        if self._leads and self._held[unit % BUFFERS] != unit:
-            self.world.sent_by(self.world.rank, lambda: unit)
         self._arrive(unit)
         following = unit + step
-        if step and not self._leads and 0 < following < len(self.units):
+        if step and 0 < following < len(self.units):
             self._start(following)
 
     def _start(self, unit: int) -> None:
@@ -193,30 +179,8 @@ class Shards:
         if pending is not None:
             pending.wait()
 
-    def forget(self) -> None:
-        """The weights change now, or the buffers are used for something else: they are gathered again."""
-        for buffer in range(len(self._buffers)):
-            self._settle(buffer)
-            self._held[buffer] = None
-
     def _buffer(self, unit: int) -> Tensor:
         return self._buffers[unit % BUFFERS][: self.units[unit].size]
-
-    # ---- one rank works, the others take part --------------------------------------------------------------------------------
-
-    def led_by(self, rank: int, work: Callable[[], T]) -> T:
-        """Every rank gets its result, which is plain JSON."""
-        if self.world.rank != rank:
-            while (unit := self.world.sent_by(rank, lambda: END)) != END:
-                self._arrive(unit)
-            return self.world.sent_by(rank, work)
-        self._leads = True
-        try:
-            result = work()
-        finally:
-            self._leads = False
-        self.world.sent_by(rank, lambda: END)
-        return self.world.sent_by(rank, lambda: result)
 
 
 def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
@@ -226,9 +190,16 @@ def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tenso
     return (squares + torch.nn.utils.get_total_norm(shared).square()).sqrt() if shared else squares.sqrt()
 
 
+def in_turns(mine: Sequence[T], world: World) -> Iterator[T | None]:
+    """Pieces of work that all ranks do together: those of all ranks in turn, None for another's."""
+    for rank in range(world.size):
+        count = world.sent_by(rank, lambda: len(mine))
+        yield from mine if rank == world.rank else [None] * count
+
+
 def shards_of(model: HFModel) -> Shards | None:
     engine = engine_of(model)
-    return None if engine is None else engine.shards  # type: ignore[return-value]
+    return None if engine is None else engine.shards
 
 
 # ---- whether ----------------------------------------------------------------------------------------------------------------
@@ -241,25 +212,33 @@ def shard_of(
     asked, kind = recipe.world.shard, "full" if recipe.method == "full" else "base"
     if world.size == 1 or asked == "none":
         return "none"
+    copies = recipe.world.replicate
+    if copies > 1 and (world.size % copies or world.size == copies):
+        raise RecipeError(
+            what=f"world.replicate: {copies} does not divide {world.size} ranks into groups that can shard weights",
+            why="all groups have the same number of ranks, at least two",
+            fix=f"start a multiple of {copies} ranks, at least {2 * copies}, or set world.replicate: 1",
+        )
     config = read_config(recipe.model)
     why = recipe.why_not_sharded or why_not_fast(config)
     if recipe.train.graph == "on":
         why = why or "train.graph: on is set, and steps that gather weights cannot be captured; set train.graph: auto"
     if asked == "experts":
         kind, why = "experts", why or _why_not_experts(text_config(config), world.size)
-    if asked == "auto":
+    if asked == "auto" and copies == 1:
         return "none" if why or _fits(recipe, device, facts) else kind  # type: ignore[return-value]
     if why:
         raise _not_sharded(why)
     return kind  # type: ignore[return-value]
 
 
-def told_of(shard: str, world: World) -> list[str]:
+def told_of(shard: str, world: World, recipe: Recipe) -> list[str]:
     """What the run says about it."""
     what = {"base": "frozen weights", "full": "weights, gradients and moments", "experts": "experts"}.get(shard)
     if what is None:
         return []
-    return [f"world.shard: {shard}: each rank keeps 1/{world.size} of the {what}; steps are not captured as CUDA graphs"]
+    parts = world.size // recipe.world.replicate
+    return [f"world.shard: {shard}: each rank keeps 1/{parts} of the {what}; steps are not captured as CUDA graphs"]
 
 
 def _why_not_experts(config: HFConfig, ranks: int) -> str:

@@ -14,27 +14,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from pronghorn import __version__
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.errors import CheckpointError, PronghornError
+from pronghorn.model.layers.types import Shards
+from pronghorn.model.shards import facts_of
 from pronghorn.recipe import Recipe
 
 T = TypeVar("T")
-
-
-class Spread(Protocol):
-    """train.shards.Shards, as it is told apart here."""
-
-    @property
-    def key(self) -> str: ...
-    def spreads(self, tensor: torch.Tensor) -> bool: ...
-
-
-FIRST = 64  # elements of each weight
 
 
 def data_key(table: TokenTable | None, pad_id: int) -> str:
@@ -76,15 +67,14 @@ def run_facts(recipe: Recipe, keys: dict[str, str]) -> dict[str, str]:
     }
 
 
-def weights_key(model: torch.nn.Module, shards: Spread | None = None) -> str:
+def weights_key(model: torch.nn.Module, shards: Shards | None = None) -> str:
     """Digest of names, shapes and first bytes of all weights: enough to tell one model's files or checkpoint from another's.
     Those that are spread over ranks were looked at when they were loaded."""
     digest = hashlib.sha256(b"" if shards is None else shards.key.encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if shards is not None and shards.spreads(tensor):
             continue
-        first = tensor.detach().reshape(-1)[:FIRST].contiguous().view(torch.uint8).cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + first.numpy().tobytes())
+        digest.update(facts_of(name, tensor))
     return digest.hexdigest()[:12]
 
 

@@ -352,9 +352,7 @@ class Run:
         if session.recipe.world.context > 1:  # a rank need not have room for a whole row
             return Offenders([], [])
         session.take_step.release()
-        found = session.in_turns(
-            lambda: offending_rows(session.model, step_batch, session.device, session.autocast, session.objective)
-        )
+        found = offending_rows(session.model, step_batch, session.device, session.autocast, session.objective)
         return Offenders(session.world.joined(found[0]), session.world.joined(found[1]))
 
     def _begun_and_averaged(self) -> int:

@@ -5,7 +5,7 @@ The order is by cost: what can be refused in a second is refused before data is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.fingerprint import base_of, require_same_base
 from pronghorn.model.heads import HEADS
 from pronghorn.model.isolated_documents import require_isolated_documents
+from pronghorn.model.layers.types import Shards
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
@@ -44,9 +45,8 @@ from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.longer import warm_up_of_longer
 from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
 from pronghorn.train.dist.context import require_context, share_packs
-from pronghorn.train.dist.expert_shards import shares_of, spread
-from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
-from pronghorn.train.dist.trained_shards import trained_shards_of
+from pronghorn.train.dist.expert_shards import shares_of, spread, trained_shards_of
+from pronghorn.train.dist.shards import Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.run.average import Average, window
@@ -124,16 +124,12 @@ class Session:
         return shards_of(self.model)
 
     def on_writer(self, work: Callable[[], T]) -> T:
-        """What the writer does with the model: other ranks have parts of it, where its weights are spread."""
-        return self.world.on_writer(work) if self.shards is None else self.shards.led_by(0, work)
-
-    def in_turns(self, work: Callable[[], Sequence[list[str]]]) -> Sequence[list[str]]:
-        """What every rank does with the model and data of its own: one after the other, where its weights are spread."""
+        """What the writer does with the model. Where its weights are sharded all ranks do it, and get the writer's result."""
         if self.shards is None:
-            return work()
-        if not self.shards.leads:
-            return [], []
-        return [self.shards.led_by(rank, work) for rank in range(self.world.size)][self.world.rank]
+            return self.world.on_writer(work)
+        with torch.no_grad():
+            result = self.shards.around(work)
+        return self.world.on_writer(lambda: result)
 
     def lower_memory(self, memory: RunMemory) -> None:
         """After a step that was given up for want of memory: the same step again will take less."""
@@ -213,19 +209,19 @@ def set_up(
         source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size // context, **files)
     recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = [*source.dealt(world.size), *told_of(shard, world), *warm_up_of_longer(found, recipe, source.total)]
+    told = [*source.dealt(world.size), *told_of(shard, world, recipe), *warm_up_of_longer(found, recipe, source.total)]
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
         recipe, read_config(recipe.model), source.shapes, device, precision, evaluates=source.held_out is not None,
-        ranks=1 if shard == "none" else world.size, packs=source.packs_per_step,
+        ranks=1 if shard == "none" else world.size // recipe.world.replicate, packs=source.packs_per_step,
         beside=source.device_bytes(DTYPES[precision].itemsize),
     )  # fmt: skip
     with stage("load"):
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
-        shares = shares_of(shard, world, device, str(memory and memory.plan.counts()))
+        shares = shares_of(shard, world, device, DTYPES[precision], recipe.world.replicate, memory and memory.plan.counts())
         model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, source.pad_id)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.

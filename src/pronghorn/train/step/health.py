@@ -6,16 +6,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.preference.pair_packing import split_groups
 from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
 from pronghorn.hf_types import HFModel
+from pronghorn.model.causal_lm import running
+from pronghorn.train.dist.expert_shards import trained_shards_of
+from pronghorn.train.dist.shards import in_turns, shards_of
 from pronghorn.train.objectives import Objective, Supervised
 
 NAMED = 5  # rows named in a message; more would not be read
+EMPTY = Shapes({"N": (64,)}, longest=64, typical=64)  # of a pack without rows
 
 
 def require_trainable(model: torch.nn.Module) -> int:
@@ -99,7 +104,7 @@ def _cause(found: Offenders, what: str, folder: str, otherwise: str) -> HealthSt
     if not found.rows:
         why = f"no single row of the step causes it, but its rows together do: {listed(found.of)}"
         if not found.of:  # nobody has looked
-            why = "the row was not searched for: no rank can run whole rows alone (world.shard: experts, or world.context)"
+            why = "the row was not searched for: no rank need have room for a whole one (world.context)"
         return HealthStop(what=what, where=folder, why=why, fix=otherwise)
     if len(found.rows) == len(found.of) > 1:
         why = f"each of the step's {len(found.of)} rows causes it, so the weights are broken, not the data"
@@ -121,17 +126,27 @@ def listed(rows: Iterable[str]) -> str:
 def offending_rows(
     model: HFModel, step_batch: StepBatch, device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None
 ) -> Offenders:
-    """Each row of the step alone, or each group of rows that the objective keeps together."""
-    objective, table = objective or Supervised(), step_batch.rows
+    """Each row of the step alone, or each group of rows that the objective keeps together. Where weights are sharded, all ranks
+    run the model: those whose row it is not have an empty pack."""
+    objective, table, documents = objective or Supervised(), step_batch.rows, step_batch.documents
+    shards, spread = shards_of(model), trained_shards_of(model)
+    groups = list(split_groups(table, documents, objective.together)) if len(documents) else []
     guilty: list[str] = []
-    for rows in split_groups(table, step_batch.documents, objective.together) if len(step_batch.documents) else ():
-        model.zero_grad(set_to_none=True)
-        batch = objective.complete(build_batch(table, rows, int(table.lengths[rows].sum())), table).to(device)
+    drop_gradients = model.zero_grad if spread is None else spread.drop_gradients
+    for rows in groups if shards is None else in_turns(groups, shards.world):
+        drop_gradients()
+        if rows is None:
+            pack = build_batch(table, np.zeros(0, np.int64), EMPTY.longest, shapes=EMPTY)
+        else:
+            pack = build_batch(table, rows, int(table.lengths[rows].sum()))
+        batch = objective.complete(pack, table).to(device)
         with autocast():
-            loss = objective.loss_sum(model, batch).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        if not torch.isfinite(loss) or not all(bool(torch.isfinite(grad).all()) for grad in grads):
+            loss = running(model, lambda batch=batch: objective.loss_sum(model, batch).sum())  # type: ignore[misc]
+        loss.backward()
+        found = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+        if spread is not None:
+            found = [loss, spread.sum_up([torch.zeros_like(loss)])]
+        if rows is not None and not all(bool(torch.isfinite(one).all()) for one in found):
             guilty += step_batch.names(rows)
-    model.zero_grad(set_to_none=True)
-    return Offenders(guilty, step_batch.names(step_batch.documents))
+    drop_gradients()
+    return Offenders(guilty, step_batch.names(documents))

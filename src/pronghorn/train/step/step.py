@@ -20,11 +20,11 @@ import torch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.causal_lm import engine_of, running
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.context import group_of, of_whole_documents
-from pronghorn.train.dist.trained_shards import trained_shards_of
+from pronghorn.train.dist.expert_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import Sums, document_losses, mean_of
@@ -96,7 +96,7 @@ class Step(ABC):
 
     def _forward(self, batch: PackedBatch) -> Sums:
         with self.autocast():
-            return self.objective.sums(self.model, batch)
+            return running(self.model, lambda: self.objective.sums(self.model, batch))
 
     def hold_update(self, until: Callable[[], None]) -> None:
         """`until` is called before the weights change next: a checkpoint's copies read them until then."""
@@ -160,8 +160,6 @@ class EagerStep(Step):
             elif math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
                 self._release_holds()
-                if self._spread is not None:
-                    self._spread.forget()
                 self.updating = True
                 self.scaler.step(self.optimizer)
                 self.updating = False
@@ -182,13 +180,16 @@ class EagerStep(Step):
         watched = torch.zeros(len(self.objective.watched), device=self.device)
         self.objective.before_step(self.model, step_batch, self.device, self.autocast, self.world)
         self._rows = rows = list[tuple[PackedBatch, torch.Tensor]]()
-        for host_batch in step_batch.batches:
+        for left, host_batch in zip(reversed(range(len(step_batch.batches))), step_batch.batches, strict=True):
             batch = host_batch.to(self.device)
+            if self._spread is not None:
+                self._spread.before_backward(last=left == 0)
             try:
                 # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
                 sums = self._forward(batch)
                 loss = mean_of(sums.loss, divisor)
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                with self.world.guarded():
+                    self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             finally:
                 finish_backward(self.model)
             total += loss.detach()
