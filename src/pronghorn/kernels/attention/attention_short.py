@@ -168,14 +168,26 @@ def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.
 
 @jit
 def _behind(pointer, before, row_stride):
-    """Where row 0 would be, of rows of which the first one is `before`."""
-    return pointer - tl.cast(before, tl.int64) * row_stride
+    """Where row 0 would be, of rows of which the first one is `before`. None: whole packs, for which it compiles to nothing."""
+    if before is not None:
+        pointer -= tl.cast(before, tl.int64) * row_stride
+    return pointer
+
+
+@jit
+def _rows_from(before, row):
+    """How many rows there are from `before` to `row`; 0 where it comes first."""
+    if before is not None:
+        row = tl.maximum(row - before, 0)
+    return row
 
 
 @jit
 def _query_rows(block, first_head, before, BM: tl.constexpr, PACK: tl.constexpr):
     """(the block's first token, the token and the head of each row)"""
-    first = before + block * (BM // PACK)
+    first = block * (BM // PACK)
+    if before is not None:
+        first += before
     return first, first + tl.arange(0, BM) // PACK, first_head + tl.arange(0, BM) % PACK
 
 
@@ -236,7 +248,7 @@ def _forward_kernel(
     ABREAST: tl.constexpr = 2 * PACK if PAIR else PACK  # query heads a program
     first_head = tl.program_id(0) % (HEADS // ABREAST) * ABREAST
     first, token, head = _query_rows(tl.program_id(0) // (HEADS // ABREAST), first_head, before, BM, PACK)
-    q, out, lse = _behind(q, before, q_row), _behind(out, before, out_row), lse - before
+    q, out, lse = _behind(q, before, q_row), _behind(out, before, out_row), _behind(lse, before, 1)
     kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
@@ -279,7 +291,7 @@ def _forward_kernel(
         if PAIR:
             largest2, total2, result2 = _online_softmax(scores2, factor, values2, largest2, total2, result2, PRECISION)
         key, k_places, v_places = next_keys(key, k_places, k_row, v_places, v_row, block, turn, gap, BN, SHARED)
-    there = T - before
+    there = _rows_from(before, T)
     _store_attention(out, out_row, lse, sinks, token, head, column, inside, largest, total, result, there, H, HAS_SINKS)
     if PAIR:
         head2 = head + GROUP
@@ -297,7 +309,7 @@ def _dq_kernel(
     first_head = tl.program_id(0) % (HEADS // PACK) * PACK
     first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, before, BM, PACK)
     q, dout, out = _behind(q, before, q_row), _behind(dout, before, dout_row), _behind(out, before, out_row)
-    dq, norms, lse = _behind(dq, before, dq_row), _behind(norms, before, 2 * HEADS), lse - before
+    dq, norms, lse = _behind(dq, before, dq_row), _behind(norms, before, 2 * HEADS), _behind(lse, before, 1)
     kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
@@ -305,7 +317,7 @@ def _dq_kernel(
     douts = _rows(_places(dout, token, dout_row, head, column, H), inside, column, H, WHOLE)
     outs = _rows(_places(out, token, out_row, head, column, H), inside, column, H, WHOLE)
     deltas = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
-    norm = as_power(tl.load(lse + head.to(tl.int64) * (T - before) + token, mask=inside, other=0.0), EXACT)
+    norm = as_power(tl.load(lse + head.to(tl.int64) * _rows_from(before, T) + token, mask=inside, other=0.0), EXACT)
     place = norms + (token.to(tl.int64) * HEADS + head) * 2
     tl.store(place, norm, mask=inside)
     tl.store(place + 1, deltas, mask=inside)
@@ -355,11 +367,11 @@ def _dkdv_kernel(
     values = _rows(_places(v, key, v_row, kv_head, column, H), there, column, H, WHOLE)
     end = tl.load(ends + key, mask=there, other=0)
     last = last_row(ends, end, first_key, T, WINDOW, BN, SHARED)
-    begin = tl.maximum(first_key - before, 0) // TOKENS
-    blocks = tl.cdiv(last - before, TOKENS) - begin
+    begin = _rows_from(before, first_key) // TOKENS
+    blocks = tl.cdiv(_rows_from(before, last), TOKENS) - begin
     _, token, head = _query_rows(begin, kv_head * GROUP, before, BM, PACK)
     q, dout = _behind(q, before, q_row), _behind(dout, before, dout_row)
-    norms -= tl.cast(before, tl.int64) * HEADS
+    norms = _behind(norms, before, HEADS)
     q_places = _places(q, token, q_row, head, column, H)
     dout_places = _places(dout, token, dout_row, head, column, H)
     norm_places = norms + token.to(tl.int64) * HEADS + head
@@ -423,8 +435,8 @@ class Short:
         _forward_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(tokens, tiles.rows // pack),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
             packed.spans_of(T)[0], packed.prefix_2T, packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
-            packed.before, **options, **tiles.options(T, tokens, pack, width), HAS_SINKS=packed.sinks_N is not None, PAIR=pair,
-            num_warps=tiles.warps,
+            packed.before or None, **options, **tiles.options(T, tokens, pack, width), HAS_SINKS=packed.sinks_N is not None,
+            PAIR=pair, num_warps=tiles.warps,
         )  # fmt: skip
         return out_TNH, lse_NT
 
@@ -447,14 +459,14 @@ class Short:
         pack = tiles.pack(options["GROUP"])
         _dq_kernel[(heads // pack * triton.cdiv(tokens, tiles.rows // pack),)](
             *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, packed.prefix_2T, dq, dq.stride(0), cos,
-            sin, packed.scale, softcap, T, packed.before, **options, **tiles.options(T, tokens, pack, width),
+            sin, packed.scale, softcap, T, packed.before or None, **options, **tiles.options(T, tokens, pack, width),
             num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
         pack = tiles.pack(options["GROUP"])
         _dkdv_kernel[(k_TKH.shape[1] * triton.cdiv(T, tiles.keys),)](
             *inputs, norms_TN2.view(torch.int64), starts_T, ends_T, packed.prefix_2T, dk, dk.stride(0), dv, dv.stride(0), cos,
-            sin, packed.scale, softcap, T, packed.before, **options, **tiles.options(T, tokens, pack, width),
+            sin, packed.scale, softcap, T, packed.before or None, **options, **tiles.options(T, tokens, pack, width),
             num_warps=tiles.warps,
         )  # fmt: skip
         return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
