@@ -136,7 +136,8 @@ def load_model(
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
     `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored. `keep`: gets each decoder
-    layer before it goes to the device, or as soon as it is quantized there, and need not leave it whole (model/shards.py).
+    layer as soon as it is read, in host memory, or quantized on the device, and before the next one is; it need not leave it
+    whole (model/shards.py). Files that are not read layer by layer (formats/checkpoint.py) it gets from a model that is whole.
     `head`: a name of model/heads/; drawn from the seed where the files have none.
     """
     _refuse_unreadable_folder(name)
@@ -151,11 +152,14 @@ def load_model(
     def with_head(model: HFModel) -> Any:
         return HEADS[head].attach(model, seed, device)
 
-    if row.quantize is not None:
-        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep, head=with_head))
-        model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
-        remember_folder(model, folder)
-        return with_head(model)  # type: ignore[no-any-return]  # a score that was in the files, in float32
+    if row.quantize is not None or keep:
+        onto = device if row.quantize is not None else torch.device("cpu")
+        read = guarded(name, lambda: load_stored(folder, row, dtype, onto, progress=progress, keep=keep, head=with_head))
+        if read is not None:
+            read.config._name_or_path = read.name_or_path = place(name)  # adapters name their base by it
+            remember_folder(read, folder)
+            return with_head(read).to(device)  # type: ignore[no-any-return]  # a score that was in the files, in float32
+        say_once(f"{name}: every rank reads all weights into host memory, because the files have them in another form")
     mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
 

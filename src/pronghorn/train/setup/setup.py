@@ -327,7 +327,7 @@ def _build_model(
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
         name, head = str(checkpoint or recipe.model), recipe.objective.kind.head
-        model = load_model(name, torch.float32, device, keep=keep, head=head, seed=recipe.train.seed)
+        model = load_model(name, torch.float32, device, progress=report, keep=keep, head=head, seed=recipe.train.seed)
         freeze_beside_text(model)
         if shares:
             shares.keep_ends(model)
