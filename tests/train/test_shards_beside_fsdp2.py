@@ -19,8 +19,7 @@ from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
 from pronghorn.model.heads.lm import own_logits
 from pronghorn.model.text_stack import decoder_layers
-from pronghorn.train.dist.shards import Shares
-from pronghorn.train.dist.trained_shards import TrainedShards
+from pronghorn.train.dist.fsdp import Fsdp, FsdpShares
 from pronghorn.train.dist.world import World
 from pronghorn.train.step.step import EagerStep
 from samples import make_model, random_table
@@ -41,12 +40,12 @@ def batches(world: World) -> list[Any]:
 
 def ours(world: World) -> list[float]:
     model = make_model(tie_word_embeddings=False)
-    shares = Shares(world, CPU, trained=True)
+    shares = FsdpShares(world, CPU, 1, torch.float32)
     for name, layer in decoder_layers(model).items():
         shares.keep(name, layer)
     shares.keep_ends(model)
     assert install(model) == ""
-    shards = TrainedShards(shares, engine := shares.engine_of(model))
+    shards = Fsdp(shares, engine := shares.engine_of(model))
     engine.layers[0].level, engine.layers[1].level = "layer", "gate_up"  # recomputed in backward, with gathered weights
     optimizer = torch.optim.AdamW(list(shards.trained.values()), lr=1e-2, weight_decay=0.0)
     step = EagerStep(model, optimizer, device=CPU, precision="fp32", clip=1e9, world=world)

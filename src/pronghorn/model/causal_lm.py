@@ -7,10 +7,10 @@ generation/ call the engine. Loops of other libraries call the model: compat/hf_
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -44,6 +44,7 @@ from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.text_stack import backbone, inner_of
 from pronghorn.packs import PackedBatch
 
+T = TypeVar("T")
 ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
 
@@ -348,6 +349,12 @@ def base_of(model: HFModel) -> Any:
 
 def engine_of(model: HFModel) -> FastCausalLM | None:
     return getattr(base_of(model), ENGINE, None)
+
+
+def running(model: HFModel, work: Callable[[], T]) -> T:
+    """Around whatever runs the model: weights that are sharded over ranks are gathered for it."""
+    engine = engine_of(model)
+    return work() if engine is None or engine.shards is None else engine.shards.around(work)
 
 
 def without_adapters(model: HFModel) -> AbstractContextManager[None]:

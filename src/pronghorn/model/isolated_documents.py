@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pronghorn.errors import ModelError
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.causal_lm import base_of, engine_of, running
 from pronghorn.model.heads import head_in
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.text_stack import in_mode
@@ -49,12 +49,13 @@ def require_isolated_documents(model: HFModel, device: torch.device, vocabulary:
 
     def leaked() -> bool:
         embedded: list[Tensor] = []
-        (gradient,) = torch.autograd.grad(second(ids, embedded).float().sum(), embedded[:1])
+        result = running(model, lambda: second(ids, embedded))
+        (gradient,) = torch.autograd.grad(result.float().sum(), embedded[:1])
         return bool(gradient.view(11, -1)[:5].any())  # NaN counts
 
     with in_mode(model, training=False):
         with torch.no_grad():
-            one, other = second(ids, []), second(changed, [])
+            one, other = running(model, lambda: (second(ids, []), second(changed, [])))
         apart = float((one - other).abs().max())
         mixed = apart != 0.0 and leaked()
     if mixed:

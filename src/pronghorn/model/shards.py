@@ -8,7 +8,6 @@ another unit. Stored bytes travel as they are: a weight in 4 bits takes 4 bits, 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -46,8 +45,14 @@ class Place:
         return whole[self.start : self.start + self.size].view(self.dtype).view(self.shape)
 
 
-def tensors_of(module: nn.Module, prefix: str, *, trained: bool) -> Iterator[FoundTensor]:
-    """What is worth spreading of a module: matrices and what is stored beside them; of a trained one, all parameters."""
+def facts_of(name: str, tensor: Tensor) -> bytes:
+    """What tells it from the tensor of that name of another model."""
+    first = tensor.detach().reshape(-1)[:FIRST].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + first
+
+
+def tensors_of(module: nn.Module, prefix: str) -> Iterator[FoundTensor]:
+    """What is worth spreading of a module: matrices and what is stored beside them."""
     for name, inner in module.named_modules(prefix=prefix):
         stacks = inner.stacks if isinstance(inner, StoredExperts) else {}
         for stack, found in stacks.items():
@@ -60,7 +65,7 @@ def tensors_of(module: nn.Module, prefix: str, *, trained: bool) -> Iterator[Fou
                 if scale not in shared:
                     yield FoundTensor(f"{name}.{scale}", inner._buffers[scale], _into_buffer(inner, scale))  # type: ignore[arg-type]
         for leaf, parameter in inner.named_parameters(recurse=False):
-            if leaf not in stacks and (trained or parameter.ndim >= 2):
+            if leaf not in stacks and parameter.ndim >= 2:
                 yield FoundTensor(f"{name}.{leaf}", parameter, _into_parameter(parameter))
 
 
@@ -99,41 +104,19 @@ class Unit:
             end = _rounded(end + size, ALIGNMENT)
         self.size = _rounded(end, ALIGNMENT * ranks)  # bytes of all parts
         self.part_size = self.size // ranks
-        self._begin = rank * self.part_size
+        begin = rank * self.part_size
         self.part = torch.zeros(self.part_size, dtype=torch.uint8, device=device)
-        digest = hashlib.sha256()
         for one, place in zip(found, self.places, strict=True):
             content = one.tensor.detach().contiguous().view(-1).view(torch.uint8)
-            first, last = self._overlap(place)
+            first, last = max(place.start, begin), min(place.start + place.size, begin + self.part_size)
             if first < last:
-                self.part[first - self._begin : last - self._begin] = content[first - place.start : last - place.start]
-            start = content[: FIRST * place.dtype.itemsize].cpu().numpy().tobytes()
-            digest.update(f"{place.name} {place.shape} {place.dtype}".encode() + start)
+                self.part[first - begin : last - begin] = content[first - place.start : last - place.start]
             place.put(torch.zeros((), dtype=place.dtype, device=device).expand(place.shape))
-        self.key = digest.hexdigest()
 
     def show_in(self, buffer: Tensor) -> None:
         """From now on the tensors are what the buffer holds."""
         for place in self.places:
             place.put(place.of(buffer))
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        """What of all parts' bytes is this rank's."""
-        return whole[self._begin : self._begin + self.part_size]
-
-    def mine(self, place: Place) -> tuple[slice, slice] | None:
-        """Elements of the part that belong to this tensor, and which of its elements, flat, they are; None: there are none."""
-        first, last = self._overlap(place)
-        if first >= last:
-            return None
-        item = place.dtype.itemsize
-        in_part, in_tensor = ((first - at) // item for at in (self._begin, place.start))
-        count = (last - first) // item
-        return slice(in_part, in_part + count), slice(in_tensor, in_tensor + count)
-
-    def _overlap(self, place: Place) -> tuple[int, int]:
-        """First byte and end of what the part has of this tensor."""
-        return max(place.start, self._begin), min(place.start + place.size, self._begin + self.part_size)
 
 
 def _rounded(value: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ first layer the gradient of frozen embeddings.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -65,6 +65,7 @@ class DecoderLayer:
         self.planned = False  # whether a memory plan set the level, which a trainer's default does not override
         self.offload: Elsewhere | None = None  # where saved tensors wait for backward
         self.shards: Shards | None = None  # where its weights are, if they are spread over ranks
+        self.gathered: Callable[..., Tensor] | None = None  # `run`, with its weights gathered (train/dist/fsdp.py)
         self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
 
     @property
@@ -135,8 +136,14 @@ class DecoderLayer:
     def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None, beside: Beside | None = None) -> Tensor:
         """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one, and the
         last of a prompt that answers share."""
+        if self.gathered is not None:
+            return self.gathered(h_TD, documents, rows, beside)
         if self.shards is not None:
             self.shards.enter(self.index, 1)
+        return self.run(h_TD, documents, rows, beside)
+
+    def run(self, h_TD: Tensor, documents: Documents, rows: Tensor | None, beside: Beside | None) -> Tensor:
+        """The same, with weights that are there."""
         if beside is None:
             return self._run(h_TD, documents, rows)[0]
         out, *lent = self._run(h_TD, replace(documents, given=self.given(beside)), rows)
@@ -296,16 +303,13 @@ class _Layer(torch.autograd.Function):
             left = copied(left)  # gradients overwrite saved tensors
         else:
             ctx.left = ctx.waiting = ctx.documents = None  # what was saved is freed as it is used
-        shards: Shards | None = layer.shards
-        if shards is not None:
-            shards.enter(layer.index, -1)
+        if layer.shards is not None:
+            layer.shards.enter(layer.index, -1)
         with ctx.same_weights():
             saved = layer.restored(left, documents, ctx.rows)
             del left
             saved.put(**{f"d{name}": grad for name, grad in zip(LENT, incoming[1:], strict=False)})
             dh, gradients = layer.backward(incoming[0], saved, documents, ctx.rows, ctx.needs_input_grad[0])
-        if shards is not None:
-            gradients = shards.take(layer.index, layer.parameters(), gradients)
         gradients = [*(saved.given_grads[name] for name in documents.given), *gradients]
         needed = ctx.needs_input_grad[4:]
         return (dh, None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import RouterStats
 from pronghorn.packs import PackedDocuments
 
+T = TypeVar("T")
 Inputs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # q, k, v out of what linears made, and `spans_2T`
 Grads = list[Tensor | None]  # of parameters, in order; None: frozen, or accumulated elsewhere
 
@@ -115,7 +116,7 @@ class Shards(Protocol):
     def prepare(self, dtype: torch.dtype) -> bool: ...  # whether each layer is prepared when it is its turn
     def enter(self, layer: int, step: int) -> None: ...  # step: 1 in forward, -1 in backward: which layer is next
     def head(self) -> None: ...
-    def take(self, layer: int, parameters: Sequence[Tensor], gradients: Grads) -> Grads: ...
+    def around(self, work: Callable[[], T]) -> T: ...  # work that runs the model
 
 
 class ExpertRows(Protocol):

@@ -30,7 +30,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import TrainState, capture_rng, list_checkpoints, margin_bytes, save_checkpoint
 from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter, Snapshot
 from pronghorn.train.checkpoint.resume import set_aside
-from pronghorn.train.dist.trained_shards import trained_shards_of
+from pronghorn.train.dist.expert_shards import trained_shards_of
 from pronghorn.train.run.run_folder import require_free_disk
 from pronghorn.train.setup.setup import Session
 from pronghorn.train.step.health import not_finite, refused_checkpoint

@@ -13,7 +13,6 @@ memory. All ranks run the model together; none can answer, or look for a broken 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,10 +27,8 @@ from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import StoredExperts, stacks_in
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
-from pronghorn.model.layers.types import Grads
-from pronghorn.model.shards import FIRST
-from pronghorn.train.dist.shards import MOMENTS, STATE, Shards, Shares, norm_over_ranks
-from pronghorn.train.dist.trained_shards import TrainedShards
+from pronghorn.train.dist.fsdp import Fsdp, FsdpShares
+from pronghorn.train.dist.shards import MOMENTS, STATE, Shards, Shares, norm_over_ranks, shards_of
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -83,9 +80,8 @@ class ExpertShares(Shares):
     """This rank's experts, taken while the model loads."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        super().__init__(world, device, trained=False)
+        super().__init__(world, device)
         self.own: dict[tuple[nn.Module, str], OwnExperts] = {}
-        self._digest = hashlib.sha256()
 
     def keep(self, name: str, module: nn.Module) -> None:
         for inner_name, inner in module.named_modules(prefix=name):
@@ -101,32 +97,24 @@ class ExpertShares(Shares):
         if isinstance(module, StoredExperts):
             stored = module.stacks[stack].stored
             own = QuantizedStack.of(stored.experts(experts, len(parameter)).to(self.device), experts.stop - experts.start)
-            self._look_at(name, next(iter(stored.tensors().values())))
+            self.look_at(name, next(iter(stored.tensors().values())))
             nothing: dict[str, Any] = {part: self._empty(tensor) for part, tensor in stored.tensors().items()}
             module.stacks[stack] = module.stacks[stack]._replace(stored=replace(stored, **nothing))  # type: ignore[type-var]
             return OwnExperts(experts, own)
-        self._look_at(name, parameter)
+        self.look_at(name, parameter)
         weight = parameter.detach()[experts].to(self.device, copy=True)
         parameter.data = self._empty(parameter)
         return OwnExperts(experts, weight)
-
-    def _look_at(self, name: str, tensor: Tensor) -> None:
-        first = tensor.detach().flatten()[:FIRST].contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        self._digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + first)
 
     def _empty(self, tensor: Tensor) -> Tensor:
         """As large as this one, without memory."""
         return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
 
-    @property
-    def key(self) -> str:
-        return self._digest.hexdigest()[:12]
-
 
 class ExpertShards:
     """`engine.shards` of a model whose experts are spread."""
 
-    trains, leads = True, False
+    trains = True
 
     def __init__(self, shares: ExpertShares, engine: FastCausalLM, model: nn.Module) -> None:
         """`model`: with its adapters, by whose names checkpoints go."""
@@ -202,10 +190,8 @@ class ExpertShards:
 
     def head(self) -> None: ...
 
-    def take(self, layer: int, parameters: Sequence[Tensor], gradients: Grads) -> Grads:
-        return gradients
-
-    def forget(self) -> None: ...
+    def around(self, work: Callable[[], T]) -> T:
+        return work()
 
     def spreads(self, tensor: Tensor) -> bool:
         """Whether its memory is elsewhere."""
@@ -271,16 +257,27 @@ class ExpertShards:
 # ---- each way to spread ------------------------------------------------------------------------------------------------------
 
 
-def shares_of(shard: str, world: World, device: torch.device, plan: str) -> Shares | None:
-    """`plan`: what layers recompute, and with experts elsewhere send again, so all ranks must do the same."""
+def shares_of(
+    shard: str, world: World, device: torch.device, plan: str, *, replicate: int = 1, dtype: torch.dtype = torch.float32
+) -> Shares | None:
+    """`plan`: what layers recompute, and with experts elsewhere send again, so all ranks must do the same. `dtype`: of a step's
+    products."""
     if shard == "experts":
         world.require_same(lambda: {"memory plan": plan})
         return ExpertShares(world, device)
-    return None if shard == "none" else Shares(world, device, trained=shard == "full")
+    if shard == "full":
+        return FsdpShares(world, device, replicate, dtype)
+    return None if shard == "none" else Shares(world, device)
 
 
 def spread(shares: Shares, model: HFModel) -> Shards:
     engine = shares.engine_of(model)
     if isinstance(shares, ExpertShares):
         return ExpertShards(shares, engine, model)  # type: ignore[return-value]  # it has the methods that a run calls
-    return (TrainedShards if shares.trained else Shards)(shares, engine)
+    return Fsdp(shares, engine) if isinstance(shares, FsdpShares) else Shards(shares, engine)  # type: ignore[return-value]
+
+
+def trained_shards_of(model: HFModel) -> Fsdp | None:
+    """Or `ExpertShards`, which has the same methods for what is trained."""
+    found = shards_of(model)
+    return found if found is not None and found.trains else None  # type: ignore[return-value]

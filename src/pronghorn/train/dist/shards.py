@@ -2,16 +2,11 @@
 
     forward     enter(k): waits for k ── compute k ───────────── enter(k+1): its weights are there
     network               └─ gather k+1, into the buffer that k-1 has left
-    backward    enter(k): waits for k ── compute k ── take(k): its gradients leave ── enter(k-1)
-    network               └─ gather k-1                       └─ reduce-scatter k      (world.shard: full)
+    backward    enter(k): waits for k ── compute k ── enter(k-1)
+    network               └─ gather k-1
 
 A rank holds its part of every unit (model/shards.py) and two buffers of the largest unit's size; a unit has its buffer, so its
-weights have one address for good. With `full`, what is trained is the rank's part: the optimizer, and `trainable`, see a slice
-of each parameter, of which the gradients are summed over ranks as each layer's backward ends.
-
-Why not torch's `fully_shard`: it swaps a module's parameters around the module's forward, while our layers read stored bytes
-and scales at fixed addresses inside one autograd node. Its parameters become DTensors, which every other part of a run
-(kernels, checkpoints, export) would have to know. The same ring serves frozen bytes and trained weights.
+weights have one address for good, as stored bytes and their scales need it. Trained weights are sharded by torch (fsdp.py).
 
 All ranks gather the same units in the same order. Where one of them works alone (answers to held-out rows), it says before each
 gather which unit it needs, and the others take part (`led_by`).
@@ -20,7 +15,7 @@ gather which unit it needs, and the others take part (`led_by`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -32,9 +27,8 @@ from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, num_experts, text_config, why_not_fast
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.layers.types import Grads
 from pronghorn.model.load import ModelFacts
-from pronghorn.model.shards import Unit, tensors_of
+from pronghorn.model.shards import Unit, facts_of, tensors_of
 from pronghorn.model.text_stack import decoder_layers, head_of
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import Pending, World
@@ -51,10 +45,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Shares:
     """The parts of a model's weights that this rank keeps, taken while the model loads."""
 
-    def __init__(self, world: World, device: torch.device, *, trained: bool) -> None:
-        self.world, self.device, self.trained = world, device, trained
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self.device = world, device
         self.layers: list[Unit] = []
         self.ends: list[Unit] = []
+        self._digest = hashlib.sha256()
 
     def keep(self, name: str, module: nn.Module) -> None:
         self.layers.append(self._unit(name, module))
@@ -80,18 +75,28 @@ class Shares:
         return engine
 
     def _unit(self, name: str, module: nn.Module) -> Unit:
-        found = list(tensors_of(module, name, trained=self.trained))
+        found = list(tensors_of(module, name))
+        for one in found:
+            self.look_at(one.name, one.tensor)
         return Unit(name, found, self.world.rank, self.world.size, self.device)
+
+    def look_at(self, name: str, tensor: Tensor) -> None:
+        """Before it is cut: for the key."""
+        self._digest.update(facts_of(name, tensor))
+
+    @property
+    def key(self) -> str:
+        """Digest of the loaded weights: the same on all ranks."""
+        return self._digest.hexdigest()[:12]
 
 
 class Shards:
     """The units of a model in the order of its forward: embeddings, layers, head. `engine.shards` and `layer.shards`."""
 
     trains = False  # whether a rank trains what only it has
-    leads = True  # whether a rank can run the model alone
 
     def __init__(self, shares: Shares, engine: FastCausalLM) -> None:
-        self.world, self._engine = shares.world, engine
+        self.world, self.key, self._engine = shares.world, shares.key, engine
         self.units = [shares.ends[0], *shares.layers, *shares.ends[1:]]
         self._buffers = [
             torch.zeros(max(unit.size for unit in self.units[i::BUFFERS]), dtype=torch.uint8, device=shares.device)
@@ -105,11 +110,6 @@ class Shards:
         for number, unit in enumerate(self.units):
             unit.show_in(self._buffer(number))
         self._install()
-
-    @property
-    def key(self) -> str:
-        """Digest of the loaded weights: the same on all ranks."""
-        return hashlib.sha256("".join(unit.key for unit in self.units).encode()).hexdigest()[:12]
 
     def spreads(self, tensor: Tensor) -> bool:
         """Whether it is a view of a buffer here."""
@@ -162,8 +162,8 @@ class Shards:
     def head(self) -> None:
         self._turn(self._head, 0)
 
-    def take(self, layer: int, parameters: Sequence[Tensor], gradients: Grads) -> Grads:
-        return gradients
+    def around(self, work: Callable[[], T]) -> T:
+        return work()
 
     # ---- the ring ------------------------------------------------------------------------------------------------------------
 
@@ -193,12 +193,6 @@ class Shards:
         if pending is not None:
             pending.wait()
 
-    def forget(self) -> None:
-        """The weights change now, or the buffers are used for something else: they are gathered again."""
-        for buffer in range(len(self._buffers)):
-            self._settle(buffer)
-            self._held[buffer] = None
-
     def _buffer(self, unit: int) -> Tensor:
         return self._buffers[unit % BUFFERS][: self.units[unit].size]
 
@@ -224,6 +218,13 @@ def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tenso
     squares = torch.nn.utils.get_total_norm(mine).square() if mine else torch.zeros_like(beside[0])
     world.add_up([*beside, squares, *shared])
     return (squares + torch.nn.utils.get_total_norm(shared).square()).sqrt() if shared else squares.sqrt()
+
+
+def in_turns(mine: Sequence[T], world: World) -> Iterator[T | None]:
+    """Pieces of work that all ranks do together: those of all ranks in turn, None for another's."""
+    for rank in range(world.size):
+        count = world.sent_by(rank, lambda: len(mine))
+        yield from mine if rank == world.rank else [None] * count
 
 
 def shards_of(model: HFModel) -> Shards | None:

@@ -16,7 +16,7 @@ from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import RecipeError
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import without_adapters
+from pronghorn.model.causal_lm import running, without_adapters
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Progress, outputs_of
 
@@ -93,7 +93,8 @@ def reference_log_probs(
     try:
         with without_adapters(model), autocast():
             for batch in evaluation_batches(table, capacity):
-                log_probs = outputs_of(model, batch.to(device)).values_N[: batch.loss_tokens].float().cpu().numpy()
+                outputs = running(model, lambda batch=batch: outputs_of(model, batch.to(device)))  # type: ignore[misc]
+                log_probs = outputs.values_N[: batch.loss_tokens].float().cpu().numpy()
                 at = 0
                 for row in batch.documents:
                     count = int(table.loss_counts[row])

@@ -84,7 +84,8 @@ class RunAnswers:
         base = self._base_answers()
         judged = self._judged(self._ask("answering"))
         rows = self._held_out.table(judged, base, session.step)
-        write_answers(self._folder, rows)
+        if session.world.writes:
+            write_answers(self._folder, rows)
         shown = [
             {key: row[key] for key in ("prompt", "answer", "expected", "base")}
             for row in rows[: session.recipe.eval.generations]
@@ -141,7 +142,8 @@ class RunAnswers:
 
     def _asked_of_base(self) -> Judged:
         judged = self._judged(self._ask("answers of the base model"))
-        write_base(self._folder, self._held_out.key(self._session.recipe.model), judged.answers)
+        if self._session.world.writes:
+            write_base(self._folder, self._held_out.key(self._session.recipe.model), judged.answers)
         if self._held_out.measured:
             self._log.write("base", metrics=judged.metrics, samples=len(judged.rows), cut=judged.cut)
         return judged

@@ -21,6 +21,7 @@ import torch
 from pronghorn import __version__
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.errors import CheckpointError, PronghornError
+from pronghorn.model.shards import facts_of
 from pronghorn.recipe import Recipe
 
 T = TypeVar("T")
@@ -32,9 +33,6 @@ class Spread(Protocol):
     @property
     def key(self) -> str: ...
     def spreads(self, tensor: torch.Tensor) -> bool: ...
-
-
-FIRST = 64  # elements of each weight
 
 
 def data_key(table: TokenTable | None, pad_id: int) -> str:
@@ -83,8 +81,7 @@ def weights_key(model: torch.nn.Module, shards: Spread | None = None) -> str:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if shards is not None and shards.spreads(tensor):
             continue
-        first = tensor.detach().reshape(-1)[:FIRST].contiguous().view(torch.uint8).cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + first.numpy().tobytes())
+        digest.update(facts_of(name, tensor))
     return digest.hexdigest()[:12]
 
 

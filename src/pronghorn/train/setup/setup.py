@@ -43,9 +43,8 @@ from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.longer import warm_up_of_longer
 from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
-from pronghorn.train.dist.expert_shards import shares_of, spread
+from pronghorn.train.dist.expert_shards import shares_of, spread, trained_shards_of
 from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
-from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.run.average import Average, window
@@ -127,11 +126,9 @@ class Session:
         return self.world.on_writer(work) if self.shards is None else self.shards.led_by(0, work)
 
     def in_turns(self, work: Callable[[], Sequence[list[str]]]) -> Sequence[list[str]]:
-        """What every rank does with the model and data of its own: one after the other, where its weights are spread."""
-        if self.shards is None:
+        """What every rank does with the model and data of its own: one after the other, where others send it their weights."""
+        if self.shards is None or self.shards.trains:
             return work()
-        if not self.shards.leads:
-            return [], []
         return [self.shards.led_by(rank, work) for rank in range(self.world.size)][self.world.rank]
 
     def lower_memory(self, memory: RunMemory) -> None:
@@ -216,14 +213,15 @@ def set_up(
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
         recipe, read_config(recipe.model), source.shapes, device, precision, evaluates=source.held_out is not None,
-        ranks=1 if shard == "none" else world.size, packs=source.packs_per_step,
+        ranks=1 if shard == "none" else world.size // recipe.world.replicate, packs=source.packs_per_step,
         beside=source.device_bytes(DTYPES[precision].itemsize),
     )  # fmt: skip
     with stage("load"):
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
-        shares = shares_of(shard, world, device, str(memory and memory.plan.counts()))
+        levels, replicate = str(memory and memory.plan.counts()), recipe.world.replicate
+        shares = shares_of(shard, world, device, levels, replicate=replicate, dtype=DTYPES[precision])
         model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, source.pad_id)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.

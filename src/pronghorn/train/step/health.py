@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from pronghorn.data.pack.batches import build_batch
@@ -13,6 +14,9 @@ from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.preference.pair_packing import split_groups
 from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
 from pronghorn.hf_types import HFModel
+from pronghorn.model.causal_lm import running
+from pronghorn.train.dist.expert_shards import trained_shards_of
+from pronghorn.train.dist.shards import in_turns
 from pronghorn.train.objectives import Objective, Supervised
 
 NAMED = 5  # rows named in a message; more would not be read
@@ -98,8 +102,6 @@ def _cause(found: Offenders, what: str, folder: str, otherwise: str) -> HealthSt
     """Rows are to blame only if others are not."""
     if not found.rows:
         why = f"no single row of the step causes it, but its rows together do: {listed(found.of)}"
-        if not found.of:  # nobody has looked
-            why = "the row was not searched for: with world.shard: experts, no rank has all experts"
         return HealthStop(what=what, where=folder, why=why, fix=otherwise)
     if len(found.rows) == len(found.of) > 1:
         why = f"each of the step's {len(found.of)} rows causes it, so the weights are broken, not the data"
@@ -122,16 +124,25 @@ def offending_rows(
     model: HFModel, step_batch: StepBatch, device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None
 ) -> Offenders:
     """Each row of the step alone, or each group of rows that the objective keeps together."""
-    objective, table = objective or Supervised(), step_batch.rows
+    objective, table, spread = objective or Supervised(), step_batch.rows, trained_shards_of(model)
+    documents = step_batch.documents
+    groups = list(split_groups(table, documents, objective.together)) if len(documents) else []
     guilty: list[str] = []
-    for rows in split_groups(table, step_batch.documents, objective.together) if len(step_batch.documents) else ():
-        model.zero_grad(set_to_none=True)
-        batch = objective.complete(build_batch(table, rows, int(table.lengths[rows].sum())), table).to(device)
+    drop_gradients = model.zero_grad if spread is None else spread.drop_gradients
+    for rows in groups if spread is None else in_turns(groups, spread.world):
+        drop_gradients()
+        chosen = np.zeros(0, np.int64) if rows is None else rows  # of another rank: this one has an empty pack
+        pack = build_batch(table, chosen, max(1, int(table.lengths[chosen].sum())))
+        batch = objective.complete(pack, table).to(device)
         with autocast():
-            loss = objective.loss_sum(model, batch).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        if not torch.isfinite(loss) or not all(bool(torch.isfinite(grad).all()) for grad in grads):
+            loss = running(model, lambda batch=batch: objective.loss_sum(model, batch).sum())  # type: ignore[misc]
+        loss.backward()
+        grads = (
+            [p.grad for p in model.parameters() if p.grad is not None]
+            if spread is None
+            else [spread.sum_up([loss.detach().clone()])]
+        )
+        if rows is not None and not all(bool(torch.isfinite(one).all()) for one in (loss, *grads)):
             guilty += step_batch.names(rows)
-    model.zero_grad(set_to_none=True)
+    drop_gradients()
     return Offenders(guilty, step_batch.names(step_batch.documents))

@@ -9,7 +9,7 @@ import torch
 from pronghorn.errors import CheckpointError
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Train
-from pronghorn.train.dist.trained_shards import trained_shards_of
+from pronghorn.train.dist.expert_shards import trained_shards_of
 from pronghorn.train.step.fused_adamw import FusedAdamW
 
 

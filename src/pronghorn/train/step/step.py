@@ -20,10 +20,10 @@ import torch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.causal_lm import engine_of, running
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.packs import PackedBatch
-from pronghorn.train.dist.trained_shards import trained_shards_of
+from pronghorn.train.dist.expert_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import Sums, document_losses, mean_of
@@ -95,7 +95,7 @@ class Step(ABC):
 
     def _forward(self, batch: PackedBatch) -> Sums:
         with self.autocast():
-            return self.objective.sums(self.model, batch)
+            return running(self.model, lambda: self.objective.sums(self.model, batch))
 
     def hold_update(self, until: Callable[[], None]) -> None:
         """`until` is called before the weights change next: a checkpoint's copies read them until then."""
@@ -158,8 +158,6 @@ class EagerStep(Step):
             elif math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
                 self._release_holds()
-                if self._spread is not None:
-                    self._spread.forget()
                 self.updating = True
                 self.scaler.step(self.optimizer)
                 self.updating = False

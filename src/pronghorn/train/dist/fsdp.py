@@ -1,0 +1,203 @@
+"""Full fine-tuning with weights, gradients and moments sharded over ranks (`world.shard: full`), by torch's FSDP2.
+
+A unit is what is gathered together: each decoder layer, and the rest of the model (embeddings, last norm, LM head), which stays
+gathered from forward to backward. A rank keeps rows r/R of each weight and trains those: the optimizer sees plain tensors that
+share the memory of FSDP2's shards. Vectors are sharded, too, and do not decay.
+
+    forward     gather k+1 while k computes; in bf16 where the run computes in bf16
+    backward    gather k-1 while k computes; reduce-scatter of k's gradients in float32, summed, since the loss is already
+                divided by the count of all ranks
+    replicate   with `world.replicate` there are several groups that shard, and gradients are summed over groups as well
+
+Our layers run in one autograd node, which FSDP2 sees as a forward of the decoder layer's module under another name. All ranks
+run the model together, also where only the writer needs the result (answers to held-out rows). Gathers and reduce-scatters go
+through `World`, which notices ranks that are gone, and goes by way of the host for ranks that share a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from pronghorn.hf_types import HFModel
+from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.types import Beside, Documents
+from pronghorn.train.dist.shards import Shares, norm_over_ranks
+from pronghorn.train.dist.world import World
+
+T = TypeVar("T")
+SHARDED = ("optimizer/exp_avg/", "optimizer/exp_avg_sq/", "average/")  # names in a checkpoint, before the parameter's
+LAYER, MODEL = "pronghorn_layer", "pronghorn_model"  # methods that FSDP2 takes for forwards
+
+
+class FsdpShares(Shares):
+    """Shards each layer as soon as it is loaded: its host memory is free again, and the device has this rank's part."""
+
+    def __init__(self, world: World, device: torch.device, replicate: int, dtype: torch.dtype) -> None:
+        super().__init__(world, device)
+        self.replicate, self.group = replicate, world.neighbours(world.size // replicate)
+        shape, names = (world.size,), ("shard",)
+        if replicate > 1:
+            shape, names = (replicate, self.group.size), ("replicate", "shard")  # type: ignore[assignment]
+        low = dtype if dtype != torch.float32 else None
+        self._options: dict[str, Any] = {
+            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
+            "mp_policy": MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        }
+
+    def keep(self, name: str, module: nn.Module) -> None:
+        self._shard(name, module, set())
+
+    def keep_ends(self, model: HFModel) -> None:
+        self._shard("", model, {p for p in model.parameters() if not p.requires_grad})
+
+    def _shard(self, name: str, module: nn.Module, ignored: set[nn.Parameter]) -> None:
+        for leaf, parameter in module.named_parameters(prefix=name):
+            if not isinstance(parameter, DTensor):
+                self.look_at(leaf, parameter)
+        fully_shard(module, ignored_params=ignored, **self._options)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_Gather(self.group))
+        module.set_custom_reduce_scatter(_ReduceScatter(self.group))
+
+
+class _Gather:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
+        self._world.gather(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)).wait()
+
+
+class _ReduceScatter(_Gather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
+        self._world.scatter_sum(output_tensor, input_tensor).wait()
+
+
+class Fsdp:
+    """`engine.shards` of a model that FSDP2 shards."""
+
+    trains = True
+
+    def __init__(self, shares: FsdpShares, engine: FastCausalLM) -> None:
+        self.world, self.key = shares.world, shares.key
+        self._group, self._replicate, self._model = shares.group, shares.replicate, engine.model
+        model: Any = engine.model
+        for layer in engine.layers:
+            setattr(layer.layer, LAYER, MethodType(_forward_of(layer), layer.layer))
+            register_fsdp_forward_method(layer.layer, LAYER)
+            layer.gathered = getattr(layer.layer, LAYER)
+        setattr(model, MODEL, MethodType(lambda _, work: work(), model))
+        register_fsdp_forward_method(model, MODEL)
+        engine.shards = self
+        with torch.no_grad():
+            self.around(lambda: None)  # FSDP2 may replace its shards before the first forward
+            self.sharded: dict[str, DTensor] = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}  # type: ignore[misc]
+            locals_ = {name: parameter.to_local() for name, parameter in self.sharded.items()}
+        self.trained = {name: nn.Parameter(part) for name, part in locals_.items() if part.numel()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights on this rank."""
+        return sum(parameter.nbytes for parameter in self.trained.values())
+
+    def spreads(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, DTensor)
+
+    # ---- as the model and the run call it ------------------------------------------------------------------------------------
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        return True  # each layer prepares itself when its weights are there
+
+    def enter(self, layer: int, step: int) -> None: ...
+
+    def head(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def around(self, work: Callable[[], T]) -> T:
+        """Runs the model: what is in no layer is gathered."""
+        result: T = getattr(self._model, MODEL)(work)
+        if not torch.is_grad_enabled():
+            self._model.reshard()  # no backward will
+        return result
+
+    def led_by(self, rank: int, work: Callable[[], T]) -> T:
+        """All ranks do it, and get this rank's result, which is plain JSON."""
+        result = self.around(work)
+        return self.world.sent_by(rank, lambda: result)
+
+    # ---- gradients -----------------------------------------------------------------------------------------------------------
+
+    def drop_gradients(self) -> None:
+        for parameter in (*self.sharded.values(), *self.trained.values()):
+            parameter.grad = None
+
+    def sum_up(self, beside: Sequence[Tensor]) -> Tensor:
+        """After the last backward of a step: what is `beside` the gradients is summed over all ranks. Returns the norm."""
+        for name, parameter in self.trained.items():
+            gradient = self.sharded[name].grad
+            parameter.grad = None if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
+            self.sharded[name].grad = None
+        gradients = [p.grad for p in self.trained.values() if p.grad is not None]
+        return norm_over_ranks(self.world, gradients, (), beside) / self._replicate**0.5
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+    def dtensors(self, tensors: Mapping[str, Tensor]) -> dict[str, DTensor]:
+        """Weights, and of `tensors`, this rank's state by its names in a checkpoint, what is sharded as they are."""
+        found = {name: parameter.detach() for name, parameter in self.sharded.items()}
+        for prefix in SHARDED:
+            for name, like in self.sharded.items() if any(key.startswith(prefix) for key in tensors) else ():
+                part = tensors.get(prefix + name)
+                part = like.to_local().new_empty(0, *like.shape[1:]) if part is None else part
+                shape: Any = {"shape": like.shape, "stride": like.stride()}
+                found[prefix + name] = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
+        return found
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Weights and state as one rank would have them, by name, in host memory: on the writer. All ranks call it."""
+        found = {name: self._whole(part) for name, part in self.dtensors(tensors).items()}
+        if not self.world.writes:
+            return {}, {}
+        return {name: found.pop(name) for name in self.sharded}, {name: tensor.cpu() for name, tensor in tensors.items()} | found
+
+    @torch.no_grad()
+    def _whole(self, sharded: DTensor) -> Tensor:
+        part, (rows, *rest) = sharded.to_local(), sharded.shape
+        each = -(-rows // self._group.size)
+        padded = part.new_zeros(each, *rest)
+        padded[: len(part)] = part
+        whole = part.new_empty(each * self._group.size, *rest)
+        self._group.gather(whole, padded).wait()
+        return whole[:rows].cpu() if self.world.writes else whole[:0]
+
+    def cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's of a checkpoint's state."""
+        found = dict(tensors)
+        for name, part in self.trained.items():
+            each = -(-self.sharded[name].shape[0] // self._group.size)
+            for key in (prefix + name for prefix in SHARDED):
+                if key in tensors and tensors[key].shape == self.sharded[name].shape:
+                    found[key] = tensors[key][each * self._group.rank :][: len(part)].clone()
+        return found
+
+
+def _forward_of(layer: DecoderLayer) -> Callable[..., Tensor]:
+    def forward(_: nn.Module, h_TD: Tensor, documents: Documents, rows: Tensor | None, beside: Beside | None) -> Tensor:
+        layer.prepare(h_TD.dtype)
+        return layer.run(h_TD, documents, rows, beside)
+
+    return forward
