@@ -1,0 +1,158 @@
+"""Models of which every rank keeps a part: the host memory that loading takes, and what is read."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import in_ranks
+from small_models import model_of
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from image_text_models import save_image_text_model
+from pronghorn.model.load import load_model
+from pronghorn.train.dist.expert_shards import shares_of
+from pronghorn.train.dist.world import World
+from tables import first_of
+
+CPU = torch.device("cpu")
+RANKS = 4
+LIBC = ctypes.CDLL(None)
+MMAP_THRESHOLD = -3  # mallopt's name for it
+SLACK = 3.0  # MB, of Python and torch; seen: up to 1.9
+HELD = {
+    # the files; world.shard; how weights are stored, and read; bytes of a value while its layer is read (0: a view of the file),
+    # and of one that a rank keeps
+    "lora": ("dense", "base", "bf16", torch.bfloat16, 0, 2),
+    "lora in float32": ("dense", "base", "bf16", torch.float32, 4, 4),
+    "qlora": ("dense", "base", "nf4", torch.bfloat16, 2, 0.6),
+    "fp8": ("dense", "base", "fp8", torch.bfloat16, 2, 1.1),
+    "full": ("dense", "full", "bf16", torch.float32, 4, 4),
+    "experts": ("experts", "experts", "bf16", torch.bfloat16, 2, 2),
+    "experts in float32": ("experts", "experts", "bf16", torch.float32, 4, 4),
+    "experts in fp8": ("experts", "experts", "fp8", torch.bfloat16, 2, 1.1),
+    "base with experts": ("experts", "base", "bf16", torch.bfloat16, 2, 2),
+}
+
+
+def _private() -> float:
+    """MB of this process that are no page of a file: those the kernel may drop, and reads again."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) / 1024
+
+
+def _peaks(world: World, models: Path) -> str:
+    # Freed memory goes back at once, so that it is not counted. Large weights do so anyway (32 MB, in glibc).
+    LIBC.mallopt(MMAP_THRESHOLD, 1 << 16)
+    peaks: dict[str, float] = {}
+    for case in ("lora", *HELD):  # the first load of a process also imports
+        files, shard, storage, dtype, *_ = HELD[case]
+        gc.collect()
+        LIBC.malloc_trim(0)
+        begin, seen = _private(), list[float]()
+        shares = shares_of(shard, world, CPU, "")
+        assert shares is not None
+
+        def look(*_: object, begin: float = begin, seen: list[float] = seen) -> None:
+            seen.append(_private() - begin)
+
+        def keep(name: str, module: torch.nn.Module, shares: Any = shares, look: Any = look) -> None:
+            look()
+            shares.keep(name, module)
+            look()
+
+        model = load_model(str(models / files), dtype, CPU, storage=storage, progress=look, keep=keep)
+        shares.keep_ends(model)
+        look()
+        peaks[case] = max(seen)
+        del model, shares, keep
+    return json.dumps(peaks)
+
+
+def test_a_rank_holds_its_share_and_two_layers_while_it_loads(tmp_path: Path) -> None:
+    """Real bytes: private memory after every tensor, and before and after each layer is cut. Whole, the weights are 12 layers
+    of 6.5 MB in 16 bits, and 13 MB in float32."""
+    sizes = {"vocab_size": 1000, "num_hidden_layers": 12}
+    dense = LlamaForCausalLM(LlamaConfig(hidden_size=512, intermediate_size=1536, num_attention_heads=8, **sizes))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=512, **experts, **sizes))
+    values = {}
+    for name, model in (("dense", dense), ("experts", mixture)):
+        model.bfloat16().save_pretrained(tmp_path / name)  # each expert is a tensor of its own in the files
+        layer = sum(p.numel() for p in model.model.layers[0].parameters())
+        values[name] = (layer / 2**20, sum(p.numel() for p in model.parameters()) / 2**20)
+    reports = in_ranks(lambda world: _peaks(world, tmp_path), tmp_path / "ranks", RANKS)
+    for report in reports:
+        assert report is not None
+        assert report[0] == 0, report
+        for case, peak in json.loads(report[1]).items():
+            files, _, _, _, read, kept = HELD[case]
+            layer, whole = values[files]
+            limit = kept * whole / RANKS + 2 * read * layer + SLACK
+            assert peak < limit, (case, peak, limit)
+            assert limit < 0.7 * max(read, kept, 1) * whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    first_of(
+        [
+            ("falcon_h1", torch.bfloat16),  # the model around it fills a layer's buffer
+            ("hunyuan_v1_moe", torch.bfloat16),  # routers in float32
+            ("gemma3", torch.bfloat16),  # a vision tower; tied embeddings
+            ("ernie4_5_moe", torch.float32),  # a bias that does not train; experts that are tensors of their own
+            ("gpt_oss", torch.bfloat16),
+            ("lfm2_moe", torch.bfloat16),
+            ("granitemoe", torch.float32),
+            ("mistral3", torch.float32),
+        ],
+        4,
+    ),
+)
+def test_read_layer_by_layer_a_model_is_as_transformers_loads_it(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if kind in ("gemma3", "mistral3"):
+        save_image_text_model(kind, tmp_path / "model")
+    else:
+        model = model_of(kind, "full")
+        (model.unload() if hasattr(model, "unload") else model).float().save_pretrained(tmp_path / "model")
+    kept: list[str] = []
+    there: list[bool] = []
+
+    def keep(name: str, module: torch.nn.Module) -> None:
+        kept.append(name)
+        there.append(not any(parameter.is_meta for parameter in module.parameters()))
+
+    expected = load_model(str(tmp_path / "model"), dtype, CPU)
+    found = load_model(str(tmp_path / "model"), dtype, CPU, keep=keep)
+    assert len(kept) == expected.config.get_text_config().num_hidden_layers
+    assert all(there)
+    assert found.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in (*expected.state_dict().items(), *expected.named_buffers()):
+        same = {**found.state_dict(), **dict(found.named_buffers())}[name]
+        assert same.dtype == tensor.dtype, name
+        assert torch.equal(same, tensor), name
+    assert {n: p.requires_grad for n, p in found.named_parameters()} == {
+        n: p.requires_grad for n, p in expected.named_parameters()
+    }
+
+
+def test_files_that_are_converted_on_loading_are_read_whole_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3-VL's files have experts transposed."""
+    folder = str(save_image_text_model("qwen3_vl_moe", tmp_path / "model"))
+    meta: list[bool] = []
+    found = load_model(
+        folder, torch.float32, CPU, keep=lambda _, layer: meta.append(any(p.is_meta for p in layer.parameters()))
+    )
+    assert meta == [False, False]
+    assert "every rank reads all weights into host memory" in capsys.readouterr().err
+    for name, tensor in load_model(folder, torch.float32, CPU).state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
