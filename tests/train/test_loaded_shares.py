@@ -27,8 +27,8 @@ LIBC = ctypes.CDLL(None)
 MMAP_THRESHOLD = -3  # mallopt's name for it
 SLACK = 3.0  # MB, of Python and torch; seen: up to 1.9
 HELD = {
-    # the files; world.shard; how weights are stored, and read; bytes of a value while its layer is read (0: a view of the file),
-    # and of one that a rank keeps
+    # the files; world.shard; how weights are stored, and read; bytes of a value while its layer is read (0: it is a view of
+    # the file), and of one that a rank keeps
     "lora": ("dense", "base", "bf16", torch.bfloat16, 0, 2),
     "lora in float32": ("dense", "base", "bf16", torch.float32, 4, 4),
     "qlora": ("dense", "base", "nf4", torch.bfloat16, 2, 0.6),

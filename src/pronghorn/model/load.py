@@ -26,6 +26,7 @@ from pronghorn.model.formats.checkpoint import load_stored, published_format, re
 from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.heads import HEADS, auto_class, require_head
 from pronghorn.model.lora import PICKLED, add_adapter
+from pronghorn.model.rank_files import in_rank_files
 from pronghorn.model.text_stack import decoder_layers, keep_softcap, set_cache
 from pronghorn.model.weight_files import stored_weights, wrong_weights
 from pronghorn.recipe import Recipe
@@ -152,13 +153,16 @@ def load_model(
     def with_head(model: HFModel) -> Any:
         return HEADS[head].attach(model, seed, device)
 
-    if row.quantize is not None or keep:
+    of_ranks = in_rank_files(folder)
+    if row.quantize is not None or keep or of_ranks:
         onto = device if row.quantize is not None else torch.device("cpu")
         read = guarded(name, lambda: load_stored(folder, row, dtype, onto, progress=progress, keep=keep, head=with_head))
         if read is not None:
             read.config._name_or_path = read.name_or_path = place(name)  # adapters name their base by it
             remember_folder(read, folder)
             return with_head(read).to(device)  # type: ignore[no-any-return]  # a score that was in the files, in float32
+        if of_ranks:
+            raise _not_read_by_others(name)
         say_once(f"{name}: every rank reads all weights into host memory, because the files have them in another form")
     mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
@@ -191,6 +195,15 @@ def load_model(
     for layer in decoder_layers(model).items() if keep else ():
         keep(*layer)  # type: ignore[misc]
     return with_head(model).to(device)  # type: ignore[no-any-return]  # an LM head that another replaces stays behind
+
+
+def _not_read_by_others(name: str) -> ModelError:
+    return ModelError(
+        what="the checkpoint of several ranks cannot be loaded in fp16",
+        where=name,
+        why="parts of this model stay in float32 then, and only transformers knows which",
+        fix="export the run (pronghorn export RUN --to merged), and load that",
+    )
 
 
 def load_base(recipe: Recipe, dtype: torch.dtype, device: torch.device, **options: Any) -> PreTrainedModel:

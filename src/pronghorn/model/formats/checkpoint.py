@@ -28,6 +28,7 @@ from pronghorn.model.formats.experts import StoredExperts, stacks_in, stored_exp
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
+from pronghorn.model.rank_files import RankFiles, in_rank_files
 from pronghorn.model.text_stack import (
     beside_text,
     conversions,
@@ -96,6 +97,10 @@ class Shards:
         self.folder, self.device = folder, device
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
+        self.rows = RankFiles(folder) if in_rank_files(folder) else None  # by the model's own names
+        if self.rows is not None:
+            self.file_of, self.stored_as = dict.fromkeys(self.rows, ""), {}
+            return
         for file in files_to_load(folder):
             self.file_of |= dict.fromkeys(self._opened(file.name).keys(), file.name)
         self.stored_as = stored_names(model, self.file_of)
@@ -128,6 +133,8 @@ class Shards:
 
     def get(self, key: str) -> Tensor:
         name = self._name(key)
+        if self.rows is not None:
+            return self.rows[name][...].to(self.device)
         tensor: Tensor = self._opened(self.file_of[name]).get_tensor(name)
         return tensor
 
@@ -213,7 +220,7 @@ class _Reading:
             return "they are dequantized"
         if self.dtype == torch.float16 and self.model._keep_in_fp32_modules:
             return "some stay in float32 in fp16, but not in bf16"
-        for rule in conversions(self.model, self.shards.file_of):
+        for rule in conversions(self.model, self.shards.file_of) if self.shards.rows is None else ():
             if not all(type(step) in (MergeModulelist, Concatenate) for step in rule.operations):
                 return f"{rule.source_patterns[0]} is converted"
         return next((f"{key} has another name" for key in self._missing()), "")
