@@ -124,6 +124,9 @@ def _of_shards(recipe: Parts) -> list[str]:
         problems.append(
             f"world.shard: full shards trained weights, but method: {recipe.method} freezes the weights; set world.shard: base"
         )
+    if recipe.world.replicate > 1 and shard in ("none", "experts"):
+        why = "which shards nothing" if shard == "none" else "whose adapters are trained on one rank"
+        problems.append(f"world.replicate cannot be combined with world.shard: {shard}, {why}; set world.replicate: 1")
     if shard in ("base", "full", "experts") and (why := recipe.why_not_sharded):
         problems.append(f"world.shard: {shard} cannot be combined with {why}; change that, or set world.shard: none")
     return problems

@@ -73,7 +73,7 @@ def runs(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
         experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "eos_token_id": 2}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, **experts))
 
-    def build(name: str, settings: dict[str, Any], **world: str) -> Recipe:
+    def build(name: str, settings: dict[str, Any], **world: Any) -> Recipe:
         changes = {key: value for key, value in settings.items() if key not in ("packs", "model")}
         folder = tmp_path / settings.get("model", "dense")
         if not folder.exists():
@@ -93,10 +93,10 @@ def copied(recipe: Recipe, end: str) -> Recipe:
     return recipe.model_copy(update={"output": f"{recipe.output}-{end}"})
 
 
-def trained(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint."""
+def trained(recipe: Recipe, file: str = "") -> dict[str, torch.Tensor]:
+    """Of the last checkpoint; `file`: another one than that of its weights."""
     last = max(Path(recipe.output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    return load_file(last / ("model.safetensors" if recipe.method == "full" else "adapter_model.safetensors"))
+    return load_file(last / (file or ("model" if recipe.method == "full" else "adapter_model") + ".safetensors"))
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

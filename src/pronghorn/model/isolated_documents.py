@@ -29,15 +29,15 @@ def require_isolated_documents(model: HFModel, device: torch.device, vocabulary:
     changed[0, :5] = (ids[0, :5] + 7) % vocabulary
     engine = engine_of(model)
 
-    def second(x: Tensor, embedded: list[Tensor]) -> Tensor:
-        """The second document's result; the embeddings of both documents are appended to the list."""
+    def result(x: Tensor, embedded: list[Tensor]) -> Tensor:
+        """Of both documents; their embeddings are appended to the list."""
 
         def leaf(_module: torch.nn.Module | None, _inputs: object, h: Tensor) -> Tensor:
             embedded.append(h.detach().requires_grad_())
             return embedded[0]
 
         if engine is not None:
-            return engine.hidden(leaf(None, None, engine.embed(x[0])), Documents.of(pack, engine.positions))[5:]
+            return engine.hidden(leaf(None, None, engine.embed(x[0])), Documents.of(pack, engine.positions))
         hook = model.get_input_embeddings().register_forward_hook(leaf)
         try:
             inputs, base = {"input_ids": x, "position_ids": positions, "use_cache": False}, base_of(model)
@@ -45,18 +45,18 @@ def require_isolated_documents(model: HFModel, device: torch.device, vocabulary:
             found: Tensor = model(**inputs).logits if generates else base.model(**inputs).last_hidden_state
         finally:
             hook.remove()
-        return found[0, 5:]
+        return found[0]
 
     def leaked() -> bool:
         embedded: list[Tensor] = []
-        result = running(model, lambda: second(ids, embedded))
-        (gradient,) = torch.autograd.grad(result.float().sum(), embedded[:1])
+        second = running(model, lambda: result(ids, embedded))[5:]
+        (gradient,) = torch.autograd.grad(second.float().sum(), embedded[:1])
         return bool(gradient.view(11, -1)[:5].any())  # NaN counts
 
     with in_mode(model, training=False):
         with torch.no_grad():
-            one, other = running(model, lambda: (second(ids, []), second(changed, [])))
-        apart = float((one - other).abs().max())
+            one, other = running(model, lambda: (result(ids, []), result(changed, [])))
+        apart = float((one - other)[5:].abs().max())
         mixed = apart != 0.0 and leaked()
     if mixed:
         raise ModelError(

@@ -28,7 +28,7 @@ from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import StoredExperts, stacks_in
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.train.dist.fsdp import Fsdp, FsdpShares
-from pronghorn.train.dist.shards import MOMENTS, STATE, Shards, Shares, norm_over_ranks, shards_of
+from pronghorn.train.dist.shards import MOMENTS, Shards, Shares, norm_over_ranks, shards_of
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -203,6 +203,8 @@ class ExpertShards:
 
     # ---- gradients -----------------------------------------------------------------------------------------------------------
 
+    def before_backward(self, *, last: bool) -> None: ...
+
     def drop_gradients(self) -> None:
         for parameter in self.trained.values():
             parameter.grad = None
@@ -224,7 +226,7 @@ class ExpertShards:
         state = dict(tensors)
         for name in self.slices if tensors else ():
             for key in MOMENTS:
-                place = STATE.format(key, name)
+                place = key + name
                 state[place] = self._gathered(name, tensors[place])
         return weights, state
 
@@ -247,7 +249,7 @@ class ExpertShards:
         found = dict(tensors)
         for name, (shape, experts) in self._whole.items():
             for key in MOMENTS:
-                place = STATE.format(key, name)
+                place = key + name
                 if place in tensors and tuple(tensors[place].shape) == shape:
                     own = experts_of(self.world.rank, self.world.size, experts)
                     found[place] = self._part(name, tensors[place], own)
@@ -258,7 +260,7 @@ class ExpertShards:
 
 
 def shares_of(
-    shard: str, world: World, device: torch.device, plan: str, *, replicate: int = 1, dtype: torch.dtype = torch.float32
+    shard: str, world: World, device: torch.device, plan: str, replicate: int, dtype: torch.dtype
 ) -> Shares | None:
     """`plan`: what layers recompute, and with experts elsewhere send again, so all ranks must do the same. `dtype`: of a step's
     products."""
@@ -267,7 +269,7 @@ def shares_of(
         return ExpertShares(world, device)
     if shard == "full":
         return FsdpShares(world, device, replicate, dtype)
-    return None if shard == "none" else Shares(world, device)
+    return None if shard == "none" else Shares(world.neighbours(world.size // replicate), device)
 
 
 def spread(shares: Shares, model: HFModel) -> Shards:

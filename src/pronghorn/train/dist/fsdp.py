@@ -30,11 +30,10 @@ from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.types import Beside, Documents
-from pronghorn.train.dist.shards import Shares, norm_over_ranks
+from pronghorn.train.dist.shards import MOMENTS, Shares, norm_over_ranks
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
-SHARDED = ("optimizer/exp_avg/", "optimizer/exp_avg_sq/", "average/")  # names in a checkpoint, before the parameter's
 LAYER, MODEL = "pronghorn_layer", "pronghorn_model"  # methods that FSDP2 takes for forwards
 
 
@@ -42,15 +41,13 @@ class FsdpShares(Shares):
     """Shards each layer as soon as it is loaded: its host memory is free again, and the device has this rank's part."""
 
     def __init__(self, world: World, device: torch.device, replicate: int, dtype: torch.dtype) -> None:
+        """`dtype`: in which weights are gathered, and multiplied."""
         super().__init__(world, device)
         self.replicate, self.group = replicate, world.neighbours(world.size // replicate)
-        shape, names = (world.size,), ("shard",)
-        if replicate > 1:
-            shape, names = (replicate, self.group.size), ("replicate", "shard")  # type: ignore[assignment]
-        low = dtype if dtype != torch.float32 else None
+        shape = (replicate, self.group.size)[replicate == 1 :]
         self._options: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
-            "mp_policy": MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False),
+            "mesh": init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]),
+            "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         }
 
     def keep(self, name: str, module: nn.Module) -> None:
@@ -63,11 +60,11 @@ class FsdpShares(Shares):
         for leaf, parameter in module.named_parameters(prefix=name):
             if not isinstance(parameter, DTensor):
                 self.look_at(leaf, parameter)
-        fully_shard(module, ignored_params=ignored, **self._options)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_Gather(self.group))
-        module.set_custom_reduce_scatter(_ReduceScatter(self.group))
+        unit = fully_shard(module, ignored_params=ignored, **self._options)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_custom_all_gather(_Gather(self.group))  # type: ignore[arg-type]  # torch 2.11 has their class elsewhere
+        unit.set_custom_reduce_scatter(_ReduceScatter(self.group))  # type: ignore[arg-type]
 
 
 class _Gather:
@@ -108,11 +105,6 @@ class Fsdp:
             locals_ = {name: parameter.to_local() for name, parameter in self.sharded.items()}
         self.trained = {name: nn.Parameter(part) for name, part in locals_.items() if part.numel()}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights on this rank."""
-        return sum(parameter.nbytes for parameter in self.trained.values())
-
     def spreads(self, tensor: Tensor) -> bool:
         return isinstance(tensor, DTensor)
 
@@ -136,10 +128,15 @@ class Fsdp:
 
     def led_by(self, rank: int, work: Callable[[], T]) -> T:
         """All ranks do it, and get this rank's result, which is plain JSON."""
-        result = self.around(work)
+        with torch.no_grad():
+            result = self.around(work)
         return self.world.sent_by(rank, lambda: result)
 
     # ---- gradients -----------------------------------------------------------------------------------------------------------
+
+    def before_backward(self, *, last: bool) -> None:
+        """`last`: of a step. Copies of a shard are summed then."""
+        self._model.set_requires_all_reduce(last)
 
     def drop_gradients(self) -> None:
         for parameter in (*self.sharded.values(), *self.trained.values()):
@@ -157,14 +154,13 @@ class Fsdp:
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
     def dtensors(self, tensors: Mapping[str, Tensor]) -> dict[str, DTensor]:
-        """Weights, and of `tensors`, this rank's state by its names in a checkpoint, what is sharded as they are."""
-        found = {name: parameter.detach() for name, parameter in self.sharded.items()}
-        for prefix in SHARDED:
-            for name, like in self.sharded.items() if any(key.startswith(prefix) for key in tensors) else ():
-                part = tensors.get(prefix + name)
-                part = like.to_local().new_empty(0, *like.shape[1:]) if part is None else part
+        """Weights and moments, by their names in a checkpoint. `tensors`: this rank's state; empty before the first update."""
+        found: dict[str, Any] = {name: parameter.detach() for name, parameter in self.sharded.items()}
+        for name, like in self.sharded.items() if tensors else ():
+            for key in (moment + name for moment in MOMENTS):
+                part = tensors.get(key, like.to_local().detach())  # a rank without rows has no state
                 shape: Any = {"shape": like.shape, "stride": like.stride()}
-                found[prefix + name] = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
+                found[key] = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
         return found
 
     def whole(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -182,14 +178,15 @@ class Fsdp:
         padded[: len(part)] = part
         whole = part.new_empty(each * self._group.size, *rest)
         self._group.gather(whole, padded).wait()
-        return whole[:rows].cpu() if self.world.writes else whole[:0]
+        found: Tensor = whole[:rows]
+        return found.cpu() if self.world.writes else found[:0]
 
     def cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's of a checkpoint's state."""
         found = dict(tensors)
         for name, part in self.trained.items():
             each = -(-self.sharded[name].shape[0] // self._group.size)
-            for key in (prefix + name for prefix in SHARDED):
+            for key in (moment + name for moment in MOMENTS):
                 if key in tensors and tensors[key].shape == self.sharded[name].shape:
                     found[key] = tensors[key][each * self._group.rank :][: len(part)].clone()
         return found

@@ -42,7 +42,8 @@ SAVED = 600.0  # seconds for rank 0 to save where all stop: an agent kills what 
 SMALL = 1 << 18  # elements: smaller tensors are summed together
 
 
-# torch 2.13 warns of the old name, which earlier versions have alone.
+# torch 2.13 warns of the old names, which earlier versions have alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -240,9 +241,9 @@ class Ranks(World):
         self._computed(part)
         with self.together(whole.nbytes):
             if not self._staged(whole):
-                return _Begun(self, dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True), whole)
+                return _Begun(self, _all_gather(whole, part, group=self._group, async_op=True), whole)
             there = torch.empty_like(whole, device="cpu")
-            self.finish(dist.all_gather_into_tensor(there, part.cpu(), group=self._group, async_op=True), there)
+            self.finish(_all_gather(there, part.cpu(), group=self._group, async_op=True), there)
             whole.copy_(there)
         return Pending()
 
@@ -336,6 +337,15 @@ class Ranks(World):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # torch has no kind of its own for gloo's "connection closed by peer"
+            raise self._ended_elsewhere(str(error)) from error
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
             raise self._ended_elsewhere(str(error)) from error
 
     def _ended_elsewhere(self, why: str) -> EndedElsewhere:

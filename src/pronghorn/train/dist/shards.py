@@ -38,8 +38,7 @@ BUFFERS = 2  # one unit computes while the next one arrives
 ROOM = 0.7  # of a GPU's memory, which weights may take before they are spread by themselves
 MASTER_BYTES = 16  # of a trained parameter: itself, its gradient and two moments, in float32
 END = -1  # what a rank that leads says last
-STATE = "optimizer/{}/{}"  # as optim.py names moments
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("optimizer/exp_avg/", "optimizer/exp_avg_sq/")  # as optim.py names them, before the parameter's name
 
 
 class Shares:
@@ -114,11 +113,6 @@ class Shards:
     def spreads(self, tensor: Tensor) -> bool:
         """Whether it is a view of a buffer here."""
         return any(tensor.untyped_storage().data_ptr() == buffer.data_ptr() for buffer in self._buffers)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights on this rank: its parts, and the buffers."""
-        return sum(unit.part.nbytes for unit in self.units) + sum(buffer.nbytes for buffer in self._buffers)
 
     def _install(self) -> None:
         engine = self._engine
@@ -242,25 +236,32 @@ def shard_of(
     asked, kind = recipe.world.shard, "full" if recipe.method == "full" else "base"
     if world.size == 1 or asked == "none":
         return "none"
+    copies = recipe.world.replicate
+    if copies > 1 and (world.size % copies or world.size == copies):
+        raise RecipeError(
+            what=f"world.replicate: {copies} does not divide {world.size} ranks into groups that can shard weights",
+            why="all groups have the same number of ranks, at least two",
+            fix=f"start a multiple of {copies} ranks, at least {2 * copies}, or set world.replicate: 1",
+        )
     config = read_config(recipe.model)
     why = recipe.why_not_sharded or why_not_fast(config)
     if recipe.train.graph == "on":
         why = why or "train.graph: on is set, and steps that gather weights cannot be captured; set train.graph: auto"
     if asked == "experts":
         kind, why = "experts", why or _why_not_experts(text_config(config), world.size)
-    if asked == "auto":
+    if asked == "auto" and copies == 1:
         return "none" if why or _fits(recipe, device, facts) else kind  # type: ignore[return-value]
     if why:
         raise _not_sharded(why)
     return kind  # type: ignore[return-value]
 
 
-def told_of(shard: str, world: World) -> list[str]:
-    """What the run says about it."""
+def told_of(shard: str, ranks: int) -> list[str]:
+    """What the run says about it. `ranks`: that shard together."""
     what = {"base": "frozen weights", "full": "weights, gradients and moments", "experts": "experts"}.get(shard)
     if what is None:
         return []
-    return [f"world.shard: {shard}: each rank keeps 1/{world.size} of the {what}; steps are not captured as CUDA graphs"]
+    return [f"world.shard: {shard}: each rank keeps 1/{ranks} of the {what}; steps are not captured as CUDA graphs"]
 
 
 def _why_not_experts(config: HFConfig, ranks: int) -> str:

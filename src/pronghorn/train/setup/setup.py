@@ -129,7 +129,8 @@ class Session:
         """What every rank does with the model and data of its own: one after the other, where others send it their weights."""
         if self.shards is None or self.shards.trains:
             return work()
-        return [self.shards.led_by(rank, work) for rank in range(self.world.size)][self.world.rank]
+        group = self.shards.world
+        return [self.shards.led_by(rank, work) for rank in range(group.size)][group.rank]
 
     def lower_memory(self, memory: RunMemory) -> None:
         """After a step that was given up for want of memory: the same step again will take less."""
@@ -208,7 +209,11 @@ def set_up(
         source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size, **files)
     recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = [*source.dealt(world.size), *told_of(shard, world), *warm_up_of_longer(found, recipe, source.total)]
+    told = [
+        *source.dealt(world.size),
+        *told_of(shard, world.size // recipe.world.replicate),
+        *warm_up_of_longer(found, recipe, source.total),
+    ]
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
@@ -220,8 +225,9 @@ def set_up(
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
-        levels, replicate = str(memory and memory.plan.counts()), recipe.world.replicate
-        shares = shares_of(shard, world, device, levels, replicate=replicate, dtype=DTYPES[precision])
+        shares = shares_of(
+            shard, world, device, str(memory and memory.plan.counts()), recipe.world.replicate, DTYPES[precision]
+        )
         model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, source.pad_id)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.

@@ -20,6 +20,7 @@ from pronghorn.train.dist.shards import in_turns
 from pronghorn.train.objectives import Objective, Supervised
 
 NAMED = 5  # rows named in a message; more would not be read
+EMPTY = 64  # tokens of a pack without rows
 
 
 def require_trainable(model: torch.nn.Module) -> int:
@@ -132,7 +133,7 @@ def offending_rows(
     for rows in groups if spread is None else in_turns(groups, spread.world):
         drop_gradients()
         chosen = np.zeros(0, np.int64) if rows is None else rows  # of another rank: this one has an empty pack
-        pack = build_batch(table, chosen, max(1, int(table.lengths[chosen].sum())))
+        pack = build_batch(table, chosen, int(table.lengths[chosen].sum()) or EMPTY)
         batch = objective.complete(pack, table).to(device)
         with autocast():
             loss = running(model, lambda batch=batch: objective.loss_sum(model, batch).sum())  # type: ignore[misc]

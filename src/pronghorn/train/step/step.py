@@ -178,13 +178,16 @@ class EagerStep(Step):
         watched = torch.zeros(len(self.objective.watched), device=self.device)
         self.objective.before_step(self.model, step_batch, self.device, self.autocast, self.world)
         self._rows = rows = list[tuple[PackedBatch, torch.Tensor]]()
-        for host_batch in step_batch.batches:
+        for left, host_batch in zip(reversed(range(len(step_batch.batches))), step_batch.batches, strict=True):
             batch = host_batch.to(self.device)
+            if self._spread is not None:
+                self._spread.before_backward(last=left == 0)
             try:
                 # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
                 sums = self._forward(batch)
                 loss = mean_of(sums.loss, divisor)
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                with self.world.guarded():
+                    self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             finally:
                 finish_backward(self.model)
             total += loss.detach()
