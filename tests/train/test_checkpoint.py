@@ -23,10 +23,10 @@ from pronghorn.train.checkpoint.checkpoint import (
     clean_leftovers,
     latest_checkpoint,
     list_checkpoints,
-    load_checkpoint,
     restore_rng,
     save_checkpoint,
 )
+from pronghorn.train.checkpoint.resume import load_checkpoint
 from tables import table
 
 # Round trips

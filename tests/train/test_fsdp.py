@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rank_processes import in_ranks
 from test_ranks import apart
-from test_shards import LOOKS, copied, distance, runs, trained
+from test_shards import LOOKS, distance, runs, trained
 from watching import RecipeFor, Silent, losses_of, notices_of
 
 from pronghorn.recipe import Recipe
@@ -29,7 +29,7 @@ FULL: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def full(runs: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecipeFor:  # noqa: F811
+def full(runs: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecipeFor:
     """`full("dpo", shard="full", replicate=2)`: a recipe, with a folder of its own."""
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(40)))

@@ -15,16 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, counted
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, ModelError, counted
+from pronghorn.model.rank_files import RankFiles
 from pronghorn.recipe import Recipe, why_fixed
 from pronghorn.train.checkpoint.checkpoint import (
     MANIFEST,
+    STATE,
+    TENSORS,
     OtherVersionError,
     TrainState,
     list_checkpoints,
-    load_checkpoint,
     restore_rng,
     step_of,
+    verify_checkpoint,
     way_out,
 )
 from pronghorn.train.checkpoint.longer import LENGTH, as_longer, is_longer, is_stable
@@ -61,15 +67,31 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
         raise _not_ours(path, error) from error
 
 
+def load_checkpoint(path: Path, *, content: bool = True) -> TrainState:
+    """Check size and SHA-256 of every file, then read; CheckpointError says what is damaged and what to use instead."""
+    manifest = verify_checkpoint(path, content=content)
+    try:
+        tensors: dict[str, Any] = load_file(path / TENSORS)
+        tensors |= RankFiles(path / STATE) if (path / STATE).is_dir() else {}
+    except (OSError, SafetensorError, ModelError) as error:  # its sum is right: it was forged, or the disk fails
+        raise CheckpointError(
+            "cannot read the checkpoint's tensors", where=str(path / TENSORS), why=str(error), fix=way_out(path)
+        ) from error
+    return TrainState(
+        step=manifest["step"], tensors=tensors, values=manifest["values"], recipe=manifest["recipe"], rng=manifest["rng"]
+    )
+
+
 def find_checkpoint(
-    recipe: Recipe, run: Path, *, allow: Collection[str] = (), say: Callable[[str], None] = lambda _: None
+    recipe: Recipe, run: Path, *, allow: Collection[str] = (), say: Callable[[str], None] = lambda _: None, content: bool = True
 ) -> tuple[Path, TrainState] | None:
-    """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock."""
+    """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock.
+    `content`: whether to check sums, for which a rank reads every byte; those of a run leave it to the one that writes."""
     damaged: list[tuple[Path, CheckpointError]] = []
     decayed: tuple[Path, TrainState, dict[str, str]] | None = None  # the newest that a longer run does not go on from
     for path in reversed(list_checkpoints(run)):
         try:
-            state = load_checkpoint(path)
+            state = load_checkpoint(path, content=content)
             then = described(path, state.recipe, state.values)
             _require_rng(path, state)
         except OtherVersionError:

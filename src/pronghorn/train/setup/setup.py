@@ -199,7 +199,7 @@ def set_up(
     said, world = list[str](), world or World()
     require_allowable(allow, recipe)
     with stage("checkpoint"), world.writer_first():  # it sets a damaged one aside
-        found = None if run is None else find_checkpoint(recipe, run, allow=allow, say=said.append)
+        found = None if run is None else find_checkpoint(recipe, run, allow=allow, say=said.append, content=world.writes)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
         shard = shard_of(recipe, world, device, facts)
