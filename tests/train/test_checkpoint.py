@@ -202,6 +202,7 @@ def test_killed_between_the_two_renames_the_old_one_is_found(tmp_path: Path, mon
 SAVE_FOREVER = """
 import os, torch
 from pronghorn.train.checkpoint.checkpoint import *
+from pronghorn.train.checkpoint.resume import load_checkpoint
 parent = os.getppid()
 def write(folder):
     for part in range(3):
