@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_processes import in_ranks
 from test_ranks import apart
-from test_shards import LOOKS, distance, runs, trained
+from test_shards import LOOKS, alive, check_forecast, distance, runs, trained
 from watching import RecipeFor, Silent, losses_of, notices_of
 
 from pronghorn.recipe import Recipe
@@ -64,10 +68,16 @@ def test_any_number_of_ranks_and_copies_trains_as_one_rank(full: RecipeFor, tmp_
             assert len(losses_of(here)) == 2
             assert apart(losses_of(here), losses_of(one)) < 1e-6
             assert distance(trained(recipe), trained(alone[name])) < 1e-6
-            assert distance(trained(recipe, "training_state.safetensors"), trained(alone[name], "training_state.safetensors")) < 1e-5
+            assert (
+                distance(trained(recipe, "training_state.safetensors"), trained(alone[name], "training_state.safetensors"))
+                < 1e-5
+            )
             assert losses_of(here, "eval") == pytest.approx(losses_of(one, "eval"), rel=1e-6)
             assert sum(f"each rank keeps 1/{size // replicate} of" in text for text in notices_of(here)) == 1
-    saved = {"two": full("full", shard="full", replicate=1, size=2), "two copies": full("full", shard="full", replicate=2, size=4)}
+    saved = {
+        "two": full("full", shard="full", replicate=1, size=2),
+        "two copies": full("full", shard="full", replicate=2, size=4),
+    }
     for name, replicate, size in (("two", 1, 1), ("two", 1, 3), ("two", 2, 4), ("two copies", 1, 2)):
         resumed = full("full", shard="full", replicate=replicate, size=f"{size} after {name}")
         shutil.copytree(Path(saved[name].output) / "checkpoint-1", Path(resumed.output) / "checkpoint-1")
@@ -78,3 +88,82 @@ def test_any_number_of_ranks_and_copies_trains_as_one_rank(full: RecipeFor, tmp_
             assert told == [(0, "None")] * size
         assert apart(losses_of(resumed.output), losses_of(alone["full"].output)[1:]) < 1e-6
         assert distance(trained(resumed), trained(alone["full"])) < 1e-6
+
+
+def measured(recipe: Recipe, world: World) -> dict[str, int]:
+    """Of the second step: bytes of all tensors when its backward has ended, the most bytes of gathered weights, and what this
+    rank's gathers and sums came to."""
+    found, sums, gather, scatter_sum = dict[str, int](), world.add_up, world.gather, world.scatter_sum
+
+    def storages(parameters: Sequence[Any]) -> int:
+        return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}.values())
+
+    def gathered(whole: torch.Tensor, part: torch.Tensor) -> Any:
+        found["sent"] = found.get("sent", 0) + whole.nbytes
+        return gather(whole, part)
+
+    def scattered(part: torch.Tensor, whole: torch.Tensor) -> Any:
+        found["sent"] += whole.nbytes
+        here = [thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter]
+        found["gathered"] = max(found.get("gathered", 0), storages(here))
+        return scatter_sum(part, whole)
+
+    def add_up(tensors: Any) -> None:
+        found["steps"] = found.get("steps", 0) + 1
+        found["alive"] = alive()
+        if found["steps"] == 1:
+            found["sent"] = 0
+        sums(tensors)
+        if found["steps"] == 2:
+            world.gather, world.scatter_sum, world.add_up = gather, scatter_sum, sums  # type: ignore[method-assign]
+
+    gc.collect()
+    before = alive()
+    world.gather, world.scatter_sum, world.add_up = gathered, scattered, add_up  # type: ignore[method-assign]
+    train(recipe, display=Silent(), world=world)
+    return {**found, "alive": found["alive"] - before}
+
+
+def test_a_rank_holds_its_part_and_two_layers(runs: RecipeFor, tmp_path: Path) -> None:
+    """Of eight layers: weights, gradients and moments when backward has ended, and weights while it runs. What ranks exchange
+    is what `pronghorn plan --gpus` counts."""
+    recipes = [runs(shard, {"method": "full", "packs": 6, "model": "deep"}, shard=shard) for shard in ("none", "full")]
+    found = in_ranks(lambda world: json.dumps([measured(recipe, world) for recipe in recipes]), tmp_path / "told")
+    weights = {name: tensor.nbytes for name, tensor in trained(recipes[1]).items()}
+    total = sum(weights.values())
+    layers = [sum(size for name, size in weights.items() if f"layers.{i}." in name) for i in range(8)]
+    rest, slack = total - sum(layers), 30_000
+    for report in found:
+        assert report is not None
+        assert report[0] == 0, report
+        whole, here = json.loads(report[1])
+        assert 4 * total / 2 + 2 * max(layers) + 2 * slack < 4 * total, "too few layers to tell"
+        assert here["alive"] <= whole["alive"] - 4 * total + 4 * total / 2 + slack
+        assert here["gathered"] <= total / 2 + 2 * max(layers) + rest + slack
+    check_forecast(recipes[1], json.loads(str(found[0] and found[0][1]))[1]["sent"])
+
+
+@pytest.mark.parametrize(("size", "replicate"), [(2, 1), (4, 2)])
+def test_a_rank_that_is_killed_in_backward_ends_the_others(full: RecipeFor, tmp_path: Path, size: int, replicate: int) -> None:
+    """Those that gather with it, and those that sum their copy with its own."""
+    recipe = full("experts", shard="full", replicate=replicate)
+
+    def killed(world: World) -> None:
+        group = world.neighbours(size // replicate)
+        scatter_sum, calls = type(group).scatter_sum, list[int]()
+
+        def scattered(self: World, part: torch.Tensor, whole: torch.Tensor) -> Any:
+            calls.append(1)
+            if world.rank == size - 1 and len(calls) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return scatter_sum(self, part, whole)
+
+        type(group).scatter_sum = scattered  # type: ignore[method-assign]  # in this process, which ends
+        train(recipe, display=Silent(), world=world)
+
+    *others, last = in_ranks(killed, tmp_path / "told", size)
+    assert last is None
+    for found in others:
+        assert found is not None
+        assert found[0] == 3
+        assert f"rank {size - 1} ended without an error message; it was probably killed" in found[1]

@@ -254,12 +254,13 @@ def static_parts(job: Job) -> dict[str, int]:
     tuned = trained * (1 if full else 2) * FP32 + moment_bytes(job.optimizer, trained)[0]
     if job.only_experts:
         weights -= expert_bytes(job) * (job.ranks - 1) // job.ranks
-    elif job.ranks > 1:  # two units arrive and compute; the one that computes lies beside its adapters, or its copy in 16 bits
-        most, stored = max(layer.trained for layer in layers), max(layer.stored for layer in layers)
-        each, spread = (FP32 * most, FP32 * trained) if full else (stored, weights)
-        beside = stored - each if full else 0 if one.shared_bytes else stored
-        weights = spread // job.ranks + 2 * max(each, one.embedding_bytes) + beside
-        tuned = tuned // job.ranks if full else tuned
+    elif job.ranks > 1 and full:  # FSDP2: a layer computes, one arrives and is copied, gradients leave in fp32; all else waits
+        most, rest = max(layer.trained for layer in layers), one.rest_trained
+        weights = FP32 * trained // job.ranks + 2 * job.element * rest + max((4 * job.element + FP32) * most, FP32 * rest)
+        tuned //= job.ranks
+    elif job.ranks > 1:  # two units arrive and compute; the one that computes lies beside its adapters
+        stored = max(layer.stored for layer in layers)
+        weights = weights // job.ranks + 2 * max(stored, one.embedding_bytes) + (0 if one.shared_bytes else stored)
     parts = {
         "weights": weights,
         "gradients and optimizer" if full else "adapters and optimizer": tuned,

@@ -7,7 +7,7 @@ their links. No run on several GPUs has checked it. Each way to spread (`world.s
 |---------|---------------------------------------------|--------------------------------------------------------------------|
 | none    | everything                                  | gradients, summed once a step                                      |
 | base    | 1/N of the frozen bytes, two units, a layer | a unit's stored bytes, forward and backward, during the one before |
-| full    | as base, and 1/N of gradients and moments   | weights as above, gradients once, all in fp32, each micro-batch    |
+| full    | 1/N of weights, gradients and moments       | weights as above, gradients once, in fp32, each micro-batch        |
 | experts | 1/N of the experts, with their adapters     | rows to their experts and back, forward and backward               |
 
 Units are layers, embeddings and head. A sum sends 2 (N-1)/N of its bytes over the slowest link of a ring, a gather or its
@@ -176,7 +176,7 @@ class _Case:
             return 0.0, 0.0
         layers, costs, share = layers_of(self.job), self.costs, (fleet.size - 1) / fleet.size
         of_experts = sum(layer.experts_trained for layer in layers)
-        trained = trained_parameters(self.job)
+        trained, first = trained_parameters(self.job), costs.kinds[self.job.shape.kinds[0]]
         gradients = 0.0 if way == "full" else FP32 * (trained - (of_experts if way == "experts" else 0))
         exposed, sent = fleet.ms(gradients, both=True) if gradients else 0.0, 2 * share * gradients
         if way == "experts":
@@ -187,15 +187,16 @@ class _Case:
             sent += times * share * rows
         elif way in ("base", "full"):
             full, table = way == "full", embedding_bytes(self.job)
-            each = [FP32 * layer.trained if full else layer.stored for layer in layers]  # trained ones in fp32
-            # The last layer and the head are still there when backward begins, a frozen first layer when it has ended.
-            sent += micro * share * (2 * sum(each) - each[-1] - (0 if full else each[0]) + 2 * table + full * FP32 * trained)
-            exposed += micro * (
-                2 * max(0.0, fleet.ms(table) - costs.kinds[self.job.shape.kinds[0]].backward) + fleet.ms(each[0])
-            )
-            for amount, kind, choice in zip(each, self.job.shape.kinds, plan.choices, strict=True):
+            each = [self.job.element * layer.trained if full else layer.stored for layer in layers]
+            rest = trained - sum(layer.trained for layer in layers) if full else 0  # gathered once, from forward to backward
+            # The last layer and the head are still there when backward begins, the first layer when it has ended.
+            gathered = self.job.element * rest if full else 2 * table - each[-1] - each[0]
+            sent += micro * share * (2 * sum(each) + gathered + full * FP32 * trained)
+            ends = fleet.ms(gathered) + fleet.ms(FP32 * rest) if full else 2 * max(0.0, fleet.ms(table) - first.backward)
+            exposed += micro * (ends + fleet.ms(each[0]))
+            for layer, amount, kind, choice in zip(layers, each, self.job.shape.kinds, plan.choices, strict=True):
                 one, gather = costs.kinds[kind], fleet.ms(amount)
-                back = 2 * gather if full else gather  # gradients leave, too
+                back = gather + (fleet.ms(FP32 * layer.trained) if full else 0.0)  # gradients leave, too
                 exposed += micro * max(0.0, gather - one.forward)
                 exposed += micro * max(0.0, back - one.backward - one.recompute[choice.level])
         return exposed, sent

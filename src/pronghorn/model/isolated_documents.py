@@ -30,7 +30,7 @@ def require_isolated_documents(model: HFModel, device: torch.device, vocabulary:
     engine = engine_of(model)
 
     def result(x: Tensor, embedded: list[Tensor]) -> Tensor:
-        """Of both documents; their embeddings are appended to the list."""
+        """The result of both documents; their embeddings are appended to the list."""
 
         def leaf(_module: torch.nn.Module | None, _inputs: object, h: Tensor) -> Tensor:
             embedded.append(h.detach().requires_grad_())

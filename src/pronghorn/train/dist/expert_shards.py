@@ -28,7 +28,7 @@ from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import StoredExperts, stacks_in
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.train.dist.fsdp import Fsdp, FsdpShares
-from pronghorn.train.dist.shards import MOMENTS, Shards, Shares, norm_over_ranks, shards_of
+from pronghorn.train.dist.shards import MOMENTS, Shards, Shares, TrainedShards, norm_over_ranks, shards_of
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -111,10 +111,8 @@ class ExpertShares(Shares):
         return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
 
 
-class ExpertShards:
+class ExpertShards(TrainedShards):
     """`engine.shards` of a model whose experts are spread."""
-
-    trains = True
 
     def __init__(self, shares: ExpertShares, engine: FastCausalLM, model: nn.Module) -> None:
         """`model`: with its adapters, by whose names checkpoints go."""
@@ -183,27 +181,11 @@ class ExpertShards:
         found = (own.weight for own in self._own.values())
         return sum(weight.nbytes if isinstance(weight, Tensor) else weight.stored.nbytes for weight in found)
 
-    def prepare(self, dtype: torch.dtype) -> bool:
-        return False
-
-    def enter(self, layer: int, step: int) -> None: ...
-
-    def head(self) -> None: ...
-
-    def around(self, work: Callable[[], T]) -> T:
-        return work()
-
     def spreads(self, tensor: Tensor) -> bool:
         """Whether its memory is elsewhere."""
         return tensor.numel() > 1 and not any(tensor.stride())
 
-    def led_by(self, rank: int, work: Callable[[], T]) -> T:
-        """Without the model, which all ranks run together."""
-        return self.world.sent_by(rank, work)
-
     # ---- gradients -----------------------------------------------------------------------------------------------------------
-
-    def before_backward(self, *, last: bool) -> None: ...
 
     def drop_gradients(self) -> None:
         for parameter in self.trained.values():
@@ -260,12 +242,12 @@ class ExpertShards:
 
 
 def shares_of(
-    shard: str, world: World, device: torch.device, plan: str, replicate: int, dtype: torch.dtype
+    shard: str, world: World, device: torch.device, dtype: torch.dtype, replicate: int, plan: object
 ) -> Shares | None:
-    """`plan`: what layers recompute, and with experts elsewhere send again, so all ranks must do the same. `dtype`: of a step's
-    products."""
+    """`dtype`: of a step's products. `plan`: what layers recompute, and with experts elsewhere send again, so all ranks must do
+    the same."""
     if shard == "experts":
-        world.require_same(lambda: {"memory plan": plan})
+        world.require_same(lambda: {"memory plan": str(plan)})
         return ExpertShares(world, device)
     if shard == "full":
         return FsdpShares(world, device, replicate, dtype)
@@ -279,7 +261,6 @@ def spread(shares: Shares, model: HFModel) -> Shards:
     return Fsdp(shares, engine) if isinstance(shares, FsdpShares) else Shards(shares, engine)  # type: ignore[return-value]
 
 
-def trained_shards_of(model: HFModel) -> Fsdp | None:
-    """Or `ExpertShards`, which has the same methods for what is trained."""
-    found = shards_of(model)
-    return found if found is not None and found.trains else None  # type: ignore[return-value]
+def trained_shards_of(model: HFModel) -> Fsdp | ExpertShards | None:
+    found: Any = shards_of(model)
+    return found if isinstance(found, Fsdp | ExpertShards) else None

@@ -17,6 +17,7 @@ through `World`, which notices ranks that are gone, and goes by way of the host 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.types import Beside, Documents
 from pronghorn.model.rank_files import Part
-from pronghorn.train.dist.shards import MOMENTS, Shares, norm_over_ranks
+from pronghorn.train.dist.shards import MOMENTS, Shares, TrainedShards, norm_over_ranks
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -84,10 +85,8 @@ class _ReduceScatter(_Gather):
         self._world.scatter_sum(output_tensor, input_tensor).wait()
 
 
-class Fsdp:
+class Fsdp(TrainedShards):
     """`engine.shards` of a model that FSDP2 shards."""
-
-    trains = True
 
     def __init__(self, shares: FsdpShares, engine: FastCausalLM) -> None:
         self.world, self.key = shares.world, shares.key
@@ -119,12 +118,6 @@ class Fsdp:
     def prepare(self, dtype: torch.dtype) -> bool:
         return True  # each layer prepares itself when its weights are there
 
-    def enter(self, layer: int, step: int) -> None: ...
-
-    def head(self) -> None: ...
-
-    def forget(self) -> None: ...
-
     def around(self, work: Callable[[], T]) -> T:
         """Runs the model: what is in no layer is gathered."""
         result: T = getattr(self._model, MODEL)(work)
@@ -132,30 +125,23 @@ class Fsdp:
             self._model.reshard()  # no backward will
         return result
 
-    def led_by(self, rank: int, work: Callable[[], T]) -> T:
-        """All ranks do it, and get this rank's result, which is plain JSON."""
-        with torch.no_grad():
-            result = self.around(work)
-        return self.world.sent_by(rank, lambda: result)
-
     # ---- gradients -----------------------------------------------------------------------------------------------------------
 
     def before_backward(self, *, last: bool) -> None:
-        """`last`: of a step. Copies of a shard are summed then."""
-        self._model.set_requires_all_reduce(last)
+        self._model.set_requires_all_reduce(last)  # copies of a shard are summed once a step
 
     def drop_gradients(self) -> None:
         for parameter in (*self.sharded.values(), *self.trained.values()):
             parameter.grad = None
 
     def sum_up(self, beside: Sequence[Tensor]) -> Tensor:
-        """After the last backward of a step: what is `beside` the gradients is summed over all ranks. Returns the norm."""
+        """After the last backward of a step, which has summed gradients: sums what is `beside` them. Returns the norm."""
         for name, parameter in self.trained.items():
             gradient = self.sharded[name].grad
             parameter.grad = None if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
             self.sharded[name].grad = None
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
-        return norm_over_ranks(self.world, gradients, (), beside) / self._replicate**0.5
+        return norm_over_ranks(self.world, gradients, (), beside) / sqrt(self._replicate)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@
 A rank holds its part of every unit (model/shards.py) and two buffers of the largest unit's size; a unit has its buffer, so its
 weights have one address for good, as stored bytes and their scales need it. Trained weights are sharded by torch (fsdp.py).
 
-All ranks gather the same units in the same order. Where one of them works alone (answers to held-out rows), it says before each
-gather which unit it needs, and the others take part (`led_by`).
+All ranks gather the same units in the same order: they run the model together, also where only the writer needs the result
+(answers to held-out rows).
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ T = TypeVar("T")
 BUFFERS = 2  # one unit computes while the next one arrives
 ROOM = 0.7  # of a GPU's memory, which weights may take before they are spread by themselves
 MASTER_BYTES = 16  # of a trained parameter: itself, its gradient and two moments, in float32
-END = -1  # what a rank that leads says last
 MOMENTS = ("optimizer/exp_avg/", "optimizer/exp_avg_sq/")  # as optim.py names them, before the parameter's name
 
 
@@ -105,7 +104,6 @@ class Shards:
         self._pending: list[Pending | None] = [None] * len(self._buffers)
         self._dtype = torch.float32
         self._entered: int | None = None  # the layer whose turn it is
-        self._leads = False
         for number, unit in enumerate(self.units):
             unit.show_in(self._buffer(number))
         self._install()
@@ -163,11 +161,9 @@ class Shards:
 
     def _turn(self, unit: int, step: int) -> None:
         """Its weights are there until the turn after the next one; those of the unit `step` further begin to arrive."""
-        if self._leads and self._held[unit % BUFFERS] != unit:
-            self.world.sent_by(self.world.rank, lambda: unit)
         self._arrive(unit)
         following = unit + step
-        if step and not self._leads and 0 < following < len(self.units):
+        if step and 0 < following < len(self.units):
             self._start(following)
 
     def _start(self, unit: int) -> None:
@@ -190,21 +186,26 @@ class Shards:
     def _buffer(self, unit: int) -> Tensor:
         return self._buffers[unit % BUFFERS][: self.units[unit].size]
 
-    # ---- one rank works, the others take part --------------------------------------------------------------------------------
 
-    def led_by(self, rank: int, work: Callable[[], T]) -> T:
-        """Every rank gets its result, which is plain JSON."""
-        if self.world.rank != rank:
-            while (unit := self.world.sent_by(rank, lambda: END)) != END:
-                self._arrive(unit)
-            return self.world.sent_by(rank, work)
-        self._leads = True
-        try:
-            result = work()
-        finally:
-            self._leads = False
-        self.world.sent_by(rank, lambda: END)
-        return self.world.sent_by(rank, lambda: result)
+class TrainedShards:
+    """The same, of a run that trains what only some ranks have (fsdp.py, expert_shards.py)."""
+
+    trains = True
+    world: World
+    key: str
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def enter(self, layer: int, step: int) -> None: ...
+
+    def head(self) -> None: ...
+
+    def around(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def before_backward(self, *, last: bool) -> None:
+        """`last`: of a step."""
 
 
 def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
@@ -256,12 +257,13 @@ def shard_of(
     return kind  # type: ignore[return-value]
 
 
-def told_of(shard: str, ranks: int) -> list[str]:
-    """What the run says about it. `ranks`: that shard together."""
+def told_of(shard: str, world: World, recipe: Recipe) -> list[str]:
+    """What the run says about it."""
     what = {"base": "frozen weights", "full": "weights, gradients and moments", "experts": "experts"}.get(shard)
     if what is None:
         return []
-    return [f"world.shard: {shard}: each rank keeps 1/{ranks} of the {what}; steps are not captured as CUDA graphs"]
+    parts = world.size // recipe.world.replicate
+    return [f"world.shard: {shard}: each rank keeps 1/{parts} of the {what}; steps are not captured as CUDA graphs"]
 
 
 def _why_not_experts(config: HFConfig, ranks: int) -> str:

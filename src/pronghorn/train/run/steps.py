@@ -350,9 +350,7 @@ class Run:
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
         session.take_step.release()
-        found = session.in_turns(
-            lambda: offending_rows(session.model, step_batch, session.device, session.autocast, session.objective)
-        )
+        found = offending_rows(session.model, step_batch, session.device, session.autocast, session.objective)
         return Offenders(session.world.joined(found[0]), session.world.joined(found[1]))
 
     def _begun_and_averaged(self) -> int:

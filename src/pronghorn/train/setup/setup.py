@@ -5,7 +5,7 @@ The order is by cost: what can be refused in a second is refused before data is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,15 +122,12 @@ class Session:
         return shards_of(self.model)
 
     def on_writer(self, work: Callable[[], T]) -> T:
-        """What the writer does with the model: other ranks have parts of it, where its weights are spread."""
-        return self.world.on_writer(work) if self.shards is None else self.shards.led_by(0, work)
-
-    def in_turns(self, work: Callable[[], Sequence[list[str]]]) -> Sequence[list[str]]:
-        """What every rank does with the model and data of its own: one after the other, where others send it their weights."""
-        if self.shards is None or self.shards.trains:
-            return work()
-        group = self.shards.world
-        return [self.shards.led_by(rank, work) for rank in range(group.size)][group.rank]
+        """What the writer does with the model. Where its weights are sharded all ranks do it, and get the writer's result."""
+        if self.shards is None:
+            return self.world.on_writer(work)
+        with torch.no_grad():
+            result = self.shards.around(work)
+        return self.world.on_writer(lambda: result)
 
     def lower_memory(self, memory: RunMemory) -> None:
         """After a step that was given up for want of memory: the same step again will take less."""
@@ -209,11 +206,7 @@ def set_up(
         source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size, **files)
     recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
-    told = [
-        *source.dealt(world.size),
-        *told_of(shard, world.size // recipe.world.replicate),
-        *warm_up_of_longer(found, recipe, source.total),
-    ]
+    told = [*source.dealt(world.size), *told_of(shard, world, recipe), *warm_up_of_longer(found, recipe, source.total)]
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
@@ -225,9 +218,7 @@ def set_up(
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
-        shares = shares_of(
-            shard, world, device, str(memory and memory.plan.counts()), recipe.world.replicate, DTYPES[precision]
-        )
+        shares = shares_of(shard, world, device, DTYPES[precision], recipe.world.replicate, memory and memory.plan.counts())
         model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, source.pad_id)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.

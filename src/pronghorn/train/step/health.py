@@ -16,7 +16,7 @@ from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import running
 from pronghorn.train.dist.expert_shards import trained_shards_of
-from pronghorn.train.dist.shards import in_turns
+from pronghorn.train.dist.shards import in_turns, shards_of
 from pronghorn.train.objectives import Objective, Supervised
 
 NAMED = 5  # rows named in a message; more would not be read
@@ -125,12 +125,13 @@ def offending_rows(
     model: HFModel, step_batch: StepBatch, device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None
 ) -> Offenders:
     """Each row of the step alone, or each group of rows that the objective keeps together."""
-    objective, table, spread = objective or Supervised(), step_batch.rows, trained_shards_of(model)
+    objective, table = objective or Supervised(), step_batch.rows
+    shards, spread = shards_of(model), trained_shards_of(model)
     documents = step_batch.documents
     groups = list(split_groups(table, documents, objective.together)) if len(documents) else []
     guilty: list[str] = []
     drop_gradients = model.zero_grad if spread is None else spread.drop_gradients
-    for rows in groups if spread is None else in_turns(groups, spread.world):
+    for rows in groups if shards is None else in_turns(groups, shards.world):
         drop_gradients()
         chosen = np.zeros(0, np.int64) if rows is None else rows  # of another rank: this one has an empty pack
         pack = build_batch(table, chosen, int(table.lengths[chosen].sum()) or EMPTY)
