@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from test_runs_on_a_gpu import RecipeFor, gpu_recipe  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from watching import Silent, losses_of
 
+from pronghorn.model.rank_files import in_rank_files
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
+from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
 from pronghorn.train.dist.launch import launch
 from pronghorn.train.dist.ranks import Ranks, join
 from pronghorn.train.loop import train
@@ -151,3 +154,17 @@ def test_two_ranks_that_share_a_gpu_train_as_one(
     alone = losses_of(train(renamed(recipe, "one"), display=Silent()).folder)
     assert len(alone) >= 2
     assert apart(train_on_two(spread, tmp_path), alone) < ROUNDING
+
+
+def test_what_two_ranks_saved_resumes_on_one(gpu_recipe: RecipeFor, tmp_path: Path) -> None:  # noqa: F811
+    """Rows of weights and moments that each wrote of a GPU's memory, by way of copies, while steps went on."""
+    recipe = gpu_recipe(method="full", train={"graph": "off"}, checkpoint={"every": 2, "keep": 9})
+    two = renamed(recipe, "two").model_copy(update={"world": recipe.world.model_copy(update={"shard": "full"})})
+    expected = train_on_two(two, tmp_path)
+    assert len(expected) > 2
+    there = Path(two.output) / "checkpoint-2"
+    assert len(in_rank_files(there)) == 2
+    verify_checkpoint(there)
+    one = renamed(two, "one")
+    shutil.copytree(there, Path(one.output) / there.name)
+    assert apart(losses_of(train(one, display=Silent()).folder), expected[2:]) < ROUNDING
