@@ -1,11 +1,13 @@
 """What the seam for several ranks costs a run on one GPU: steps with the `World` of one beside steps with one rank of its own.
 
     python -m benchmarks.world [--workload llama-1b] [--steps 20] [--blocks 6] [--out FILE]
+    python -m benchmarks.world --workload llama-1b-full --shard
 
 One process, a model and a captured step for each; blocks of steps alternate between the two, so that clocks and temperature
 are the same for both. Ranks of size 1 go through NCCL (on a CPU: gloo) as several would: the flat buffer of adapters' gradients
-is summed, by NCCL within the update's graph, and the host asks for signals once a step. Prints one JSON line and, with --out,
-writes a results file.
+is summed, by NCCL within the update's graph, and the host asks for signals once a step. With --shard, FSDP2 shards all weights
+over that one rank, as `world.shard: full` does over several, and both steps run without CUDA graphs. Prints one JSON line and,
+with --out, writes a results file.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from benchmarks.record import record, write
 from pronghorn.process import set_defaults
 
 WHAT = "A step through the seam for several ranks, at one rank, beside a step without it"
-LIMIT = 0.005  # of a step
+LIMIT, SHARDED_LIMIT = 0.005, 0.02  # of a step
 
 
-def measure(workload: str, *, warmup: int, steps: int, blocks: int) -> dict[str, Any]:
+def measure(workload: str, *, warmup: int, steps: int, blocks: int, shard: bool = False) -> dict[str, Any]:
     import torch
 
     from benchmarks.bench.meter import Meter
@@ -46,7 +48,10 @@ def measure(workload: str, *, warmup: int, steps: int, blocks: int) -> dict[str,
 
     def ours_with(world: World) -> Ours:
         """The world is there before the first step, whose capture depends on it."""
-        ours = Ours(WORKLOADS[workload], Meter(began=time.time(), warmup=warmup, steps=blocks * (steps + 1)))
+        meter = Meter(began=time.time(), warmup=warmup, steps=blocks * (steps + 1))
+        ours = Ours(
+            WORKLOADS[workload], meter, graph="off" if shard else "auto", ranks=ranks if shard and world is ranks else None
+        )
         ours.step.world = world
         return ours
 
@@ -81,15 +86,17 @@ def measure(workload: str, *, warmup: int, steps: int, blocks: int) -> dict[str,
                 run(ours, 1)
                 times[name].append(run(ours, steps))
         backend = ranks.backend
+    limit = SHARDED_LIMIT if shard else LIMIT
     alone, through = (median(times[name]) for name in ("alone", "ranks"))
     return {
         "workload": workload,
         "backend": backend,
+        "sharded": shard,
         "steps": steps * blocks,
         "ms_per_step": round(alone, 4),
         "ms_per_step_through_ranks": round(through, 4),
         "cost_of_the_seam": round(through / alone - 1, 5),
-        "within": through / alone - 1 < LIMIT,
+        "within": through / alone - 1 < limit,
         "blocks_ms": {name: [round(one, 4) for one in found] for name, found in times.items()},
     }
 
@@ -100,13 +107,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--shard", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     set_defaults()
-    row = measure(options.workload, warmup=options.warmup, steps=options.steps, blocks=options.blocks)
+    how = {"warmup": options.warmup, "steps": options.steps, "blocks": options.blocks, "shard": options.shard}
+    row = measure(options.workload, **how)
     print(json.dumps(row))
     if options.out is not None:
         command = f"python -m benchmarks.world --workload {options.workload} --steps {options.steps} --blocks {options.blocks}"
+        command += " --shard" * options.shard
         write(options.out, record(WHAT, command, [row]))
 
 

@@ -24,6 +24,9 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
+from pronghorn.train.dist.expert_shards import spread
+from pronghorn.train.dist.fsdp import FsdpShares
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.step.graphed_step import make_step
 from pronghorn.train.step.memory import plan_memory, run_job
@@ -94,8 +97,10 @@ class Ours:
         layers: Literal["fast", "own"] = "fast",
         graph: Graph = "auto",
         calibrate: bool = True,
+        ranks: World | None = None,
     ) -> None:
-        """`calibrate`: whether a plan goes by times measured here, or by those of the GPU's data sheet."""
+        """`calibrate`: whether a plan goes by times measured here, or by those of the GPU's data sheet. `ranks`: over which all
+        weights, which are trained, are sharded."""
         self.meter = meter
         self.notices: list[str] = []  # what the step has to tell, a captured graph for one, and in which step it did
         device = pick_device()
@@ -107,10 +112,15 @@ class Ours:
         self.batches = iter(loader)
         self.memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision) if workload.budget else None
         full = recipe.method == "full"  # with float32 weights beside the ones that are multiplied
-        base = load_model(recipe.model, torch.float32 if full else DTYPES[precision], device, storage=recipe.stored_as)
+        shares = None if ranks is None else FsdpShares(ranks, device, 1, DTYPES[precision])
+        loaded = torch.float32 if full else DTYPES[precision]
+        base = load_model(recipe.model, loaded, device, storage=recipe.stored_as, keep=shares.keep if shares else None)
         model = base.train().requires_grad_(True) if full else add_adapter(base, recipe.lora, seed=SEED)
         if layers == "fast" and (why := install(model, fp8=recipe.fp8)):
             raise RuntimeError(f"no fast layers: {why}")
+        if shares is not None:
+            shares.keep_ends(model)
+            spread(shares, model)
         meter.mark("model")
         if self.memory is not None:
             self.memory.apply(model, lambda: one, DTYPES[precision], self._note, timed=calibrate)
@@ -119,7 +129,7 @@ class Ours:
         meter.mark("reference")
         self.step = make_step(
             model, make_optimizer(model, recipe), device=device, precision=precision, clip=recipe.train.clip, graph=graph,
-            say=self._note, objective=objective,
+            say=self._note, objective=objective, world=ranks,
         )  # fmt: skip
         config = base_of(model).config
         attention = pick_backend(

@@ -30,15 +30,12 @@ HELD = {
     # the files; world.shard; how weights are stored, and read; bytes of a value while its layer is read (0: it is a view of
     # the file), and of one that a rank keeps
     "lora": ("dense", "base", "bf16", torch.bfloat16, 0, 2),
-    "lora in float32": ("dense", "base", "bf16", torch.float32, 4, 4),
     "qlora": ("dense", "base", "nf4", torch.bfloat16, 2, 0.6),
     "fp8": ("dense", "base", "fp8", torch.bfloat16, 2, 1.1),
     "full": ("dense", "full", "bf16", torch.float32, 4, 4),
     "full, of files of ranks": ("files of ranks", "full", "bf16", torch.float32, 4, 4),
     "experts": ("experts", "experts", "bf16", torch.bfloat16, 2, 2),
-    "experts in float32": ("experts", "experts", "bf16", torch.float32, 4, 4),
     "experts in fp8": ("experts", "experts", "fp8", torch.bfloat16, 2, 1.1),
-    "base with experts": ("experts", "base", "bf16", torch.bfloat16, 2, 2),
 }
 
 
@@ -82,8 +79,8 @@ def rows_of(weight: torch.Tensor, half: int) -> tuple[torch.Tensor, int]:
 
 
 def test_a_rank_holds_its_share_and_two_layers_while_it_loads(tmp_path: Path) -> None:
-    """Real bytes: private memory before and after each layer is cut, and embeddings and head. Whole, the weights are 12 layers of
-    6.5 MB in 16 bits, and 13 MB in float32."""
+    """Real bytes: private memory before and after each layer is cut, and embeddings and head. Whole, the weights are 12 layers
+    of 6.5 MB in 16 bits, and 13 MB in float32."""
     sizes = {"vocab_size": 1000, "num_hidden_layers": 12}
     dense = LlamaForCausalLM(LlamaConfig(hidden_size=512, intermediate_size=1536, num_attention_heads=8, **sizes))
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}

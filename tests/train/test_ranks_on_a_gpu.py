@@ -16,19 +16,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import LOOPBACK
-from test_graphed_step import graphed, losses, mixed_table, model_of, steps_of
+from test_graphed_step import DEVICE, graphed, losses, mixed_table, model_of, steps_of
 from test_ranks import apart
 from test_runs_on_a_gpu import RecipeFor, gpu_recipe  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from watching import Silent, losses_of
 
+from pronghorn.model.load import DTYPES, Precision
 from pronghorn.model.rank_files import in_rank_files
+from pronghorn.model.text_stack import decoder_layers
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
+from pronghorn.train.dist.expert_shards import spread
+from pronghorn.train.dist.fsdp import FsdpShares
 from pronghorn.train.dist.launch import launch
 from pronghorn.train.dist.ranks import Ranks, join
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.optim import trainable
+from pronghorn.train.step.step import EagerStep
 from samples import make_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -87,6 +95,30 @@ def test_sums_over_nccl_are_part_of_the_update_graph(one_rank: Callable[[], Rank
     for (loss, norm), (loss_alone, norm_alone) in zip(found, expected, strict=True):
         assert loss == pytest.approx(2 * loss_alone, rel=0.02)
         assert norm == pytest.approx(2 * norm_alone, rel=0.2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp2_at_one_rank_over_nccl_trains_as_none(one_rank: Callable[[], Ranks], precision: Precision) -> None:
+    """In bf16, vectors and gradients are rounded to it as well."""
+
+    def losses_in(world: World) -> list[tuple[float, float]]:
+        model = model_of(full=True)
+        if world.captures:
+            shares = FsdpShares(world, DEVICE, 1, DTYPES[precision])
+            for name, layer in decoder_layers(model).items():
+                shares.keep(name, layer)
+            shares.keep_ends(model)
+            spread(shares, model)
+        optimizer = FusedAdamW(list(trainable(model).values()), lr=5e-3, weight_decay=0.01)
+        step = EagerStep(model, optimizer, device=DEVICE, precision=precision, clip=0.5, world=world)
+        return losses(step, steps_of(mixed_table(60), 8))
+
+    alone = losses_in(World())
+    with one_rank() as world:
+        sharded = losses_in(world)
+    close = 1e-5 if precision == "fp32" else ROUNDING
+    assert [loss for loss, _ in sharded] == pytest.approx([loss for loss, _ in alone], rel=close)
+    assert [norm for _, norm in sharded] == pytest.approx([norm for _, norm in alone], rel=10 * close)
 
 
 JOINED = """import json, os, sys
