@@ -21,7 +21,7 @@ from rank_processes import in_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
-from watching import RecipeFor, Silent, losses_of, saved, stop_at
+from watching import RecipeFor, Silent, losses_of, notices_of, saved, stop_at
 
 from pronghorn.export.run import export_run
 from pronghorn.model import rank_files
@@ -112,7 +112,7 @@ def test_what_ranks_saved_is_whole_for_whatever_reads_it(
 
 
 def test_a_run_goes_on_bit_for_bit(full: Callable[..., Recipe], tmp_path: Path) -> None:
-    """After SIGTERM, which saves first, and from a checkpoint that was written beside the steps after it."""
+    """After SIGTERM, which saves first, and damage of that checkpoint: from one that was written beside the steps after it."""
     whole, stopped = full("whole", checkpoint={"every": 2, "keep": 9}), full("stopped", checkpoint={"every": 2, "keep": 9})
     assert on_ranks(whole, tmp_path / "told") == [(0, "None")] * 2
 
@@ -122,7 +122,10 @@ def test_a_run_goes_on_bit_for_bit(full: Callable[..., Recipe], tmp_path: Path) 
     assert [code for code, _ in in_ranks(cut_short, tmp_path / "told")] == [143, 143]  # type: ignore[misc]
     assert [path.name for path in list_checkpoints(Path(stopped.output))] == ["checkpoint-2", "checkpoint-3"]
     assert same_weights(Path(stopped.output) / "checkpoint-2", Path(whole.output) / "checkpoint-2")
+    damaged = Path(stopped.output) / "checkpoint-3" / STATE / "rank-00002-of-00002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert on_ranks(stopped, tmp_path / "told") == [(0, "None")] * 2
+    assert any("checkpoint-3: the checkpoint is damaged" in text for text in notices_of(stopped.output))
     assert losses_of(stopped.output) == losses_of(whole.output)
     assert same_weights(Path(stopped.output) / f"checkpoint-{STEPS}", Path(whole.output) / f"checkpoint-{STEPS}")
 

@@ -198,6 +198,15 @@ def verify_checkpoint(path: Path, *, content: bool = True) -> dict[str, Any]:
         raise kind(damage.what, where=str(damage.file), why=damage.why, fix=way_out(path)) from damage
 
 
+def is_intact(file: Path, expected: dict[str, Any]) -> bool:
+    """Whether a file is what a manifest says of it."""
+    try:
+        _check_file(file, expected, content=True)
+    except _DamageError:
+        return False
+    return True
+
+
 def copy_checkpoint(path: Path, to: Path, changed: dict[str, Any]) -> None:
     """Into the folder `to`, with other parts of the manifest."""
     manifest = verify_checkpoint(path)

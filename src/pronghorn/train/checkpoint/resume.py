@@ -11,6 +11,7 @@ import difflib
 import os
 import shlex
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from pronghorn.train.checkpoint.checkpoint import (
     TENSORS,
     OtherVersionError,
     TrainState,
+    is_intact,
+    latest_checkpoint,
     list_checkpoints,
     restore_rng,
     step_of,
@@ -34,6 +37,7 @@ from pronghorn.train.checkpoint.checkpoint import (
     way_out,
 )
 from pronghorn.train.checkpoint.longer import LENGTH, as_longer, is_longer, is_stable
+from pronghorn.train.dist.world import World
 from pronghorn.train.run.evaluate import Progress
 from pronghorn.train.source import kind_of
 from pronghorn.train.step.spikes import losses_of
@@ -82,16 +86,39 @@ def load_checkpoint(path: Path, *, content: bool = True) -> TrainState:
     )
 
 
+def found_intact(run: Path, world: World) -> Path | None:
+    """The newest checkpoint, if several ranks, of which each reads some of its files, find it intact."""
+
+    def newest() -> tuple[str, dict[str, Any]] | None:
+        found = latest_checkpoint(run) if world.size > 1 else None
+        with suppress(CheckpointError):
+            return None if found is None else (found.name, verify_checkpoint(found, content=False)["files"])
+        return None
+
+    if (told := world.on_writer(newest)) is None:
+        return None
+    name, files = told
+    mine = sorted(files, key=lambda file: files[file]["bytes"])[world.rank :: world.size]
+    damaged = sum(not is_intact(run / name / file, files[file]) for file in mine)
+    return None if world.total(damaged)[0] else run / name
+
+
 def find_checkpoint(
-    recipe: Recipe, run: Path, *, allow: Collection[str] = (), say: Callable[[str], None] = lambda _: None, content: bool = True
+    recipe: Recipe,
+    run: Path,
+    *,
+    allow: Collection[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+    content: bool = True,
+    intact: Path | None = None,
 ) -> tuple[Path, TrainState] | None:
     """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock.
-    `content`: whether to check sums, for which a rank reads every byte; those of a run leave it to the one that writes."""
+    `content`: whether to check sums, for which every byte is read, but of the one that is known to be `intact`."""
     damaged: list[tuple[Path, CheckpointError]] = []
     decayed: tuple[Path, TrainState, dict[str, str]] | None = None  # the newest that a longer run does not go on from
     for path in reversed(list_checkpoints(run)):
         try:
-            state = load_checkpoint(path, content=content)
+            state = load_checkpoint(path, content=content and path != intact)
             then = described(path, state.recipe, state.values)
             _require_rng(path, state)
         except OtherVersionError:

@@ -42,7 +42,7 @@ from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.longer import warm_up_of_longer
-from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
+from pronghorn.train.checkpoint.resume import find_checkpoint, found_intact, require_allowable, settled
 from pronghorn.train.dist.expert_shards import shares_of, spread, trained_shards_of
 from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.world import World
@@ -195,8 +195,8 @@ def set_up(
     without one, of one rank. `files`: code of the user's, which runs."""
     said, world = list[str](), world or World()
     require_allowable(allow, recipe)
-    with stage("checkpoint"), world.writer_first():  # it sets a damaged one aside
-        found = None if run is None else find_checkpoint(recipe, run, allow=allow, say=said.append, content=world.writes)
+    with stage("checkpoint"):
+        found = _found(recipe, run, allow, said, world)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
         shard = shard_of(recipe, world, device, facts)
@@ -259,6 +259,16 @@ def set_up(
     _restore(session, found[1] if found else None)
     world.require_same(lambda: {"weights": weights_key(model, shards)})
     return session
+
+
+def _found(
+    recipe: Recipe, run: Path | None, allow: Collection[str], said: list[str], world: World
+) -> tuple[Path, TrainState] | None:
+    if run is None:
+        return None
+    intact = found_intact(run, world)
+    with world.writer_first():  # it sets a damaged one aside
+        return find_checkpoint(recipe, run, allow=allow, say=said.append, content=world.writes, intact=intact)
 
 
 def _objective(
