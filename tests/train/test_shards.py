@@ -219,7 +219,8 @@ def check_forecast(recipe: Recipe, sent: int) -> None:
 
 
 def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: RecipeFor, tmp_path: Path) -> None:
-    recipes = runs("nf4", RUNS["qlora"], shard="base"), runs("full", RUNS["full"], shard="full")
+    ways = {"base": "qlora", "full": "full", "experts": "experts"}
+    recipes = [runs(shard, RUNS[name], shard=shard) for shard, name in ways.items()]
 
     def broken(world: World) -> str:
         real, rows, told = Supervised.sums, list[int](), []
@@ -241,8 +242,8 @@ def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: Recipe
 
     one, other = in_ranks(broken, tmp_path / "told")
     assert one == other
-    assert one[1].count("HealthStop: caused by ") == 2
-    assert one[1].count("train.jsonl:") == 2
+    assert one[1].count("HealthStop: caused by ") == 3
+    assert one[1].count("train.jsonl:") == 3
 
 
 def test_what_is_spread(recipe_for: RecipeFor) -> None:

@@ -1,4 +1,4 @@
-"""Full fine-tuning sharded over two ranks by FSDP2: our layers beside transformers' under accelerate, and bf16 beside one rank."""
+"""Full fine-tuning sharded by FSDP2: our layers beside transformers' under accelerate, and bf16 beside one rank."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_fsdp2_has_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_weights_gathered_in_bf16_train_as_those_of_one_rank(tmp_path: Path) -> None:
-    """FSDP2 rounds what one rank does not: vectors, and each pack's gradients, which are summed in float32 then. The products of
+    """FSDP2 rounds what one rank does not: vectors, and the gradients of each pack, before it sums them in float32. Products of
     both are in bf16, which moves the trained weights away from those of a run in float32 by more than three times as much."""
     losses, alone = ours(World(), "bf16", 1e-3)
     _, precise = ours(World(), "fp32", 1e-3)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.preference.pair_packing import split_groups
 from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
@@ -20,7 +20,7 @@ from pronghorn.train.dist.shards import in_turns, shards_of
 from pronghorn.train.objectives import Objective, Supervised
 
 NAMED = 5  # rows named in a message; more would not be read
-EMPTY = 64  # tokens of a pack without rows
+EMPTY = Shapes({"N": (64,)}, longest=64, typical=64)  # of a pack without rows
 
 
 def require_trainable(model: torch.nn.Module) -> int:
@@ -124,27 +124,27 @@ def listed(rows: Iterable[str]) -> str:
 def offending_rows(
     model: HFModel, step_batch: StepBatch, device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None
 ) -> Offenders:
-    """Each row of the step alone, or each group of rows that the objective keeps together."""
-    objective, table = objective or Supervised(), step_batch.rows
+    """Each row of the step alone, or each group of rows that the objective keeps together. Where weights are sharded, all ranks
+    run the model: those whose row it is not have an empty pack."""
+    objective, table, documents = objective or Supervised(), step_batch.rows, step_batch.documents
     shards, spread = shards_of(model), trained_shards_of(model)
-    documents = step_batch.documents
     groups = list(split_groups(table, documents, objective.together)) if len(documents) else []
     guilty: list[str] = []
     drop_gradients = model.zero_grad if spread is None else spread.drop_gradients
     for rows in groups if shards is None else in_turns(groups, shards.world):
         drop_gradients()
-        chosen = np.zeros(0, np.int64) if rows is None else rows  # of another rank: this one has an empty pack
-        pack = build_batch(table, chosen, int(table.lengths[chosen].sum()) or EMPTY)
+        if rows is None:
+            pack = build_batch(table, np.zeros(0, np.int64), EMPTY.longest, shapes=EMPTY)
+        else:
+            pack = build_batch(table, rows, int(table.lengths[rows].sum()))
         batch = objective.complete(pack, table).to(device)
         with autocast():
             loss = running(model, lambda batch=batch: objective.loss_sum(model, batch).sum())  # type: ignore[misc]
         loss.backward()
-        grads = (
-            [p.grad for p in model.parameters() if p.grad is not None]
-            if spread is None
-            else [spread.sum_up([loss.detach().clone()])]
-        )
-        if rows is not None and not all(bool(torch.isfinite(one).all()) for one in (loss, *grads)):
+        found = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+        if spread is not None:
+            found = [loss, spread.sum_up([torch.zeros_like(loss)])]
+        if rows is not None and not all(bool(torch.isfinite(one).all()) for one in found):
             guilty += step_batch.names(rows)
     drop_gradients()
-    return Offenders(guilty, step_batch.names(step_batch.documents))
+    return Offenders(guilty, step_batch.names(documents))
