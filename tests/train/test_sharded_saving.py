@@ -27,6 +27,7 @@ from pronghorn.export.run import export_run
 from pronghorn.model import rank_files
 from pronghorn.model.rank_files import RankFiles
 from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
 from pronghorn.train.checkpoint import checkpoint, sharded_saving
 from pronghorn.train.checkpoint.checkpoint import MANIFEST, STATE, TENSORS, list_checkpoints, verify_checkpoint
 from pronghorn.train.checkpoint.fork import fork
@@ -34,6 +35,7 @@ from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
 from pronghorn.train.run.trained_run import Chat
+from pronghorn.train.step.spikes import Spikes
 from samples import make_model
 
 STEPS = 4
@@ -128,6 +130,24 @@ def test_a_run_goes_on_bit_for_bit(full: Callable[..., Recipe], tmp_path: Path) 
     assert any("checkpoint-3: the checkpoint is damaged" in text for text in notices_of(stopped.output))
     assert losses_of(stopped.output) == losses_of(whole.output)
     assert same_weights(Path(stopped.output) / f"checkpoint-{STEPS}", Path(whole.output) / f"checkpoint-{STEPS}")
+
+
+def test_a_rewind_goes_back_to_what_was_on_its_way(full: Callable[..., Recipe], tmp_path: Path) -> None:
+    """The step after a save has a loss that stands out, on all ranks."""
+    recipe = full("run", health={"spike": "rewind"}, checkpoint={"every": 2, "keep": 9})
+
+    def stands_out(world: World) -> None:
+        add = Spikes.add
+        Spikes.add = lambda self, step, loss, *limit: step == 3 or add(self, step, loss, *limit)  # type: ignore[method-assign]
+
+    assert on_ranks(recipe, tmp_path / "told", before=stands_out) == [(0, "None")] * 2
+    run = Path(recipe.output)
+    assert [event["text"].split("; ")[-1] for event in read_log(run) if event["event"] == "rewind"] == [
+        "rewinding to checkpoint-2 and skipping these rows"
+    ]
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-2", "checkpoint-4"]
+    for path in list_checkpoints(run):
+        verify_checkpoint(path)
 
 
 def dies(module: Any, name: str, call: int, *, after: bool = False) -> None:

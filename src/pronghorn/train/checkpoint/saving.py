@@ -1,6 +1,7 @@
 """A run's checkpoints: what its first one needs is tried before step 1, and each is copied, written and told of here.
 
-A run that trains an adapter does not wait for its checkpoints (checkpoint_writer.py); full fine-tuning writes them itself.
+A run that trains an adapter does not wait for its checkpoints (checkpoint_writer.py); full fine-tuning writes them itself, and
+where ranks shard its weights each writes its own (sharded_saving.py).
 No checkpoint holds a number that is not finite: it is refused, and the one before stays (health.py).
 """
 
