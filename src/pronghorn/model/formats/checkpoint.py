@@ -221,7 +221,7 @@ class _Reading:
         if self.dtype == torch.float16 and self.model._keep_in_fp32_modules:
             return "some stay in float32 in fp16, but not in bf16"
         for rule in conversions(self.model, self.shards.file_of) if self.shards.rows is None else ():
-            if not all(type(step) in (MergeModulelist, Concatenate) for step in rule.operations):
+            if not _stacks_experts(rule):
                 return f"{rule.source_patterns[0]} is converted"
         return next((f"{key} has another name" for key in self._missing()), "")
 
@@ -266,6 +266,15 @@ PARTS = {
     "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
 }
+
+
+def _stacks_experts(rule: Any) -> bool:
+    """Whether a rule of transformers makes a stack of experts' tensors as `_wide_stack` does."""
+    name = rule.target_patterns[0].rpartition(".")[2]
+    parts = tuple(source.removesuffix(".weight").rpartition(".")[2] for source in rule.source_patterns)
+    stacked, *joined = rule.operations
+    below = all(type(step) is Concatenate and step.dim == 1 for step in joined)
+    return type(stacked) is MergeModulelist and below and parts in PARTS.get(name, ())
 
 
 def _single(shards: Shards, key: str, expert: int) -> list[str]:
@@ -396,7 +405,7 @@ def _is_unset(buffer: Tensor) -> Tensor:
 def _fill_computed_buffers(model: PreTrainedModel, keys: Collection[str], device: torch.device) -> None:
     """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation of their module, or
     of the model around it; for a vision tower it is the tower's. It also initialises weights, so they are read afterwards."""
-    family, empty = {"": model}, dict[str, Tensor]()
+    family, empty, keys = {"": model}, dict[str, Tensor](), set(keys)
     for name, module in model.named_modules():
         above = family[name.rpartition(".")[0]]
         family[name] = module if isinstance(module, PreTrainedModel) else above
