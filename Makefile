@@ -28,8 +28,10 @@ suite: $(READY)
 studio-test: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python tests/studio/in_a_browser.py
 
-# A run under Slurm on this machine. Sets itself up (Debian's slurm-wlm and munge), and says why where that cannot be.
+# A run under Slurm on this machine, and files of launch read by who defines them. Sets itself up (Debian's slurm-wlm and munge;
+# kubeflow-trainer-api, skypilot in an environment of their own), and says why where that cannot be.
 cluster-test: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python tests/clusters/with_publishers.py
 	CUDA_VISIBLE_DEVICES= $(BIN)/python tests/clusters/with_slurm.py
 
 # Needs a GPU machine. A change to kernels/, model/, memory/ or train/ ends with its result, benchmarks/results/gpu-test.json.

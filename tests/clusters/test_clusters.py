@@ -25,7 +25,7 @@ from tables import table
 RECIPE = "model: m\ndata: {train: d.jsonl}\noutput: runs/mine\n"  # four packs a step
 NASTY = """a 'b" $(touch pwned) `touch pwned`; touch pwned #{x} %s é.yaml"""
 KUBERNETES = ["--kubernetes", "nodes=2", "gpus=2", "image=here/pronghorn:1", "claim=work"]
-SKYPILOT = ["--skypilot", "nodes=2", "gpus=2", "gpu=H100", "store=disk"]
+SKYPILOT = ["--skypilot", "nodes=2", "gpus=2", "gpu=H100", "install=p.whl", "store=disk"]
 
 # What stands in for Slurm and torchrun. Two nodes are two shells; torchrun's one rank does as $RANK_DOES says.
 PROGRAMS = {
@@ -110,6 +110,9 @@ def test_what_is_no_time(text: str) -> None:
         (SKYPILOT[:-1], "needs store="),
         (["output=../run", *SKYPILOT], "../run is outside"),
         ([*SKYPILOT, "spot=maybe"], "spot=maybe is not"),
+        ([word for word in SKYPILOT if "whl" not in word], "needs install= or image="),
+        ([word.replace("p.whl", "../p.whl") for word in SKYPILOT], "../p.whl is outside"),
+        ([word.replace("p.whl", "pronghorn") for word in SKYPILOT], "install=pronghorn is not"),
         ([*SKYPILOT[:-1], "store=s3://bucket"], "s3://bucket on 2 nodes"),
         ([], "--slurm --kubernetes --skypilot"),
     ],

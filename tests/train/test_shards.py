@@ -24,7 +24,7 @@ from pronghorn.model.merge_stream import merging
 from pronghorn.model.rank_files import RankFiles, in_rank_files
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import STATE, TENSORS
-from pronghorn.train.dist.shards import Shards, shard_of
+from pronghorn.train.dist.shards import Ring, shard_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -73,7 +73,7 @@ def runs(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
             "num_hidden_layers": 2,
         }
         experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "eos_token_id": 2}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, **experts))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**small, **experts, output_router_logits=True))
 
     def build(name: str, settings: dict[str, Any], **world: Any) -> Recipe:
         changes = {key: value for key, value in settings.items() if key not in ("packs", "model")}
@@ -162,7 +162,7 @@ def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
         if len(calls) == 2:
             found["sent"] = sent[0]
             found["alive"] = alive()
-            of_this_run = [thing for thing in gc.get_objects() if isinstance(thing, Shards)]
+            of_this_run = [thing for thing in gc.get_objects() if isinstance(thing, Ring)]
             assert len(of_this_run) <= 1, "a run that is over still holds its weights"
             for shards in of_this_run:
                 sizes = sorted(unit.size for unit in shards.units)

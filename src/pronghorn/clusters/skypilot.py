@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
+from pronghorn import __version__
 from pronghorn.clusters.keys import Key, Training, asked, count, matching, require, require_below
 from pronghorn.errors import CommandError
 
@@ -24,6 +27,13 @@ KEYS = {
     "spot": Key(matching(r"yes|no", "yes or no"), "yes: spot machines", "no"),
     "infra": Key(matching(r"[A-Za-z0-9*][A-Za-z0-9._/*:@-]*", "aws/us-east-1 or k8s"), "cloud, region or Kubernetes context"),
     "image": Key(matching(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "docker:registry/pronghorn:1"), "image with pronghorn in it"),
+    "install": Key(
+        matching(
+            r"[^\s'\[\]]+\.whl|(git\+|https://)[^\s'\[\]]+",
+            "dist/pronghorn-0.1.0-py3-none-any.whl or git+https://host/us/pronghorn",
+        ),
+        "without image: what pip installs there, a wheel in the working folder or an address",
+    ),
     "name": Key(matching(r"[a-z]([-a-z0-9]*[a-z0-9])?", "my-run"), "name of the job"),
 }
 TASK = """\
@@ -74,9 +84,35 @@ def script(words: Sequence[str], training: Training) -> tuple[str, int]:
             resources=json.dumps({name: value for name, value in resources.items() if value is not None}),
             disk=f"{'file_mounts' if bucket else 'volumes'}: {json.dumps({_STORE: mounted})}",
             store=_STORE,
-            setup="" if found["image"] else "setup: pip install 'pronghorn[gpu,hub]'\n",
+            setup=_setup(found),
             port=PORT,
             command=shlex.join([*training.words, run]),
         ),
         found["nodes"] * found["gpus"],
     )
+
+
+def _setup(found: Mapping[str, Any]) -> str:
+    """A line that installs the same Pronghorn as here on a new machine, where pip knows an address of it."""
+    if found["image"]:
+        return ""
+    wanted = found["install"] or _address()
+    if not wanted:
+        raise CommandError(
+            what="--skypilot needs install= or image=",
+            why="SkyPilot's machines are new, and this Pronghorn was not installed from an address that they could use",
+            fix=f"pip wheel --no-deps -w . FOLDER_OF_PRONGHORN, then add install=pronghorn-{__version__}-py3-none-any.whl",
+        )
+    if "://" not in wanted:
+        require_below("skypilot", wanted)
+    wanted = f"pronghorn[gpu,hub] @ {wanted}" if "://" in wanted else f"./{wanted}[gpu,hub]"
+    return f"setup: {json.dumps(f'pip install {shlex.quote(wanted)}')}\n"
+
+
+def _address() -> str:
+    """The commit that pip installed, if it was one of a repository."""
+    with suppress(metadata.PackageNotFoundError):
+        origin = json.loads(metadata.distribution("pronghorn").read_text("direct_url.json") or "{}")
+        if "vcs_info" in origin:
+            return f"{origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}"
+    return ""

@@ -302,7 +302,7 @@ class ExpertStack(Adapted):
         self._borrowed = True
 
     def let_go(self) -> None:
-        """Frees a buffer of 16-bit weights, or of trained weights in the compute dtype."""
+        """Frees a buffer of 16-bit weights."""
         if self.stored() is None:
             vars(self).pop("group", None)
             self._built_for = ()

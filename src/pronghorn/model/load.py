@@ -131,6 +131,7 @@ def load_model(
     storage: str = "bf16",
     progress: Callable[[str, int, int], None] | None = None,
     keep: Callable[[str, torch.nn.Module], None] | None = None,
+    experts: Callable[[int], slice] | None = None,
     head: str = "lm",
     seed: int = 0,
 ) -> PreTrainedModel:
@@ -139,6 +140,7 @@ def load_model(
     `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored. `keep`: gets each decoder
     layer as soon as it is read, in host memory, or quantized on the device, and before the next one is; it need not leave it
     whole (model/shards.py). Files that are not read layer by layer (formats/checkpoint.py) it gets from a model that is whole.
+    `experts`: of so many of a layer, those that `keep` needs.
     `head`: a name of model/heads/; drawn from the seed where the files have none.
     """
     _refuse_unreadable_folder(name)
@@ -156,7 +158,8 @@ def load_model(
     of_ranks = in_rank_files(folder)
     if row.quantize is not None or keep or of_ranks:
         onto = device if row.quantize is not None else torch.device("cpu")
-        read = guarded(name, lambda: load_stored(folder, row, dtype, onto, progress=progress, keep=keep, head=with_head))
+        options: Any = {"progress": progress, "keep": keep, "experts": experts, "head": with_head}
+        read = guarded(name, lambda: load_stored(folder, row, dtype, onto, **options))
         if read is not None:
             read.config._name_or_path = read.name_or_path = place(name)  # adapters name their base by it
             remember_folder(read, folder)

@@ -65,7 +65,7 @@ class DecoderLayer:
         self.planned = False  # whether a memory plan set the level, which a trainer's default does not override
         self.offload: Elsewhere | None = None  # where saved tensors wait for backward
         self.shards: Shards | None = None  # where its weights are, if they are spread over ranks
-        self.gathered: Callable[..., Tensor] | None = None  # `run`, with its weights gathered (train/dist/fsdp.py)
+        self.gathered: Callable[..., Tensor] | None = None  # runs it with its weights gathered (train/dist/fsdp.py)
         self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
 
     @property
@@ -137,7 +137,7 @@ class DecoderLayer:
         """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one, and the
         last of a prompt that answers share."""
         if self.gathered is not None:
-            return self.gathered(h_TD, documents, rows, beside)
+            return self.gathered(h_TD, lambda h_TD: self.run(h_TD, documents, rows, beside))
         if self.shards is not None:
             self.shards.enter(self.index, 1)
         return self.run(h_TD, documents, rows, beside)

@@ -69,9 +69,6 @@ class LinearGroup(Linears):
     def borrow(self) -> None:
         self.gemms.borrowed = True
 
-    def let_go(self) -> None:
-        self.gemms.weights = []
-
     def separate(self) -> bool:
         linears = [linear_of(module) for module in self.modules()]
         views = [linear for linear in linears if type(linear) is nn.Linear and not linear.weight.is_contiguous()]

@@ -110,13 +110,29 @@ class Documents:
         )
 
 
-class Shards(Protocol):
-    """train.shards.Shards, as the model uses it: weights that are spread over ranks, and there when it is their turn."""
+class Shards:
+    """Weights of which ranks have parts (train/dist/): they are there when it is their turn."""
 
-    def prepare(self, dtype: torch.dtype) -> bool: ...  # whether each layer is prepared when it is its turn
-    def enter(self, layer: int, step: int) -> None: ...  # step: 1 in forward, -1 in backward: which layer is next
-    def head(self) -> None: ...
-    def around(self, work: Callable[[], T]) -> T: ...  # work that runs the model
+    world: Any  # the ranks that have them
+    key: str  # digest of the loaded weights
+
+    def spreads(self, tensor: Tensor) -> bool:
+        """Whether it is one of those weights, so that this rank has only a part of it."""
+        return False
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        """Whether each layer is prepared when it is its turn."""
+        return False
+
+    def enter(self, layer: int, step: int) -> None:
+        """`step`: 1 in forward, -1 in backward: which layer is next."""
+
+    def head(self) -> None:
+        """It is the head's turn."""
+
+    def around(self, work: Callable[[], T]) -> T:
+        """Around all that runs the model."""
+        return work()
 
 
 class ExpertRows(Protocol):

@@ -27,8 +27,9 @@ from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import StoredExperts, stacks_in
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
+from pronghorn.model.layers.types import Shards
 from pronghorn.train.dist.fsdp import Fsdp, FsdpShares
-from pronghorn.train.dist.shards import MOMENTS, Shards, Shares, TrainedShards, norm_over_ranks, shards_of
+from pronghorn.train.dist.shards import MOMENTS, Ring, Shares, norm_over_ranks, shards_of
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -83,6 +84,9 @@ class ExpertShares(Shares):
         super().__init__(world, device)
         self.own: dict[tuple[nn.Module, str], OwnExperts] = {}
 
+    def experts(self, count: int) -> slice:
+        return experts_of(self.world.rank, self.world.size, count)
+
     def keep(self, name: str, module: nn.Module) -> None:
         for inner_name, inner in module.named_modules(prefix=name):
             for stack in stacks_in(inner):
@@ -93,7 +97,7 @@ class ExpertShares(Shares):
 
     def _cut(self, name: str, module: nn.Module, stack: str) -> OwnExperts:
         parameter = getattr(module, stack)
-        experts = experts_of(self.world.rank, self.world.size, len(parameter))
+        experts = self.experts(len(parameter))
         if isinstance(module, StoredExperts):
             stored = module.stacks[stack].stored
             own = QuantizedStack.of(stored.experts(experts, len(parameter)).to(self.device), experts.stop - experts.start)
@@ -111,7 +115,7 @@ class ExpertShares(Shares):
         return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
 
 
-class ExpertShards(TrainedShards):
+class ExpertShards(Shards):
     """`engine.shards` of a model whose experts are spread."""
 
     def __init__(self, shares: ExpertShares, engine: FastCausalLM, model: nn.Module) -> None:
@@ -187,6 +191,8 @@ class ExpertShards(TrainedShards):
 
     # ---- gradients -----------------------------------------------------------------------------------------------------------
 
+    def before_backward(self, *, last: bool) -> None: ...
+
     def drop_gradients(self) -> None:
         for parameter in self.trained.values():
             parameter.grad = None
@@ -257,10 +263,10 @@ def shares_of(
 def spread(shares: Shares, model: HFModel) -> Shards:
     engine = shares.engine_of(model)
     if isinstance(shares, ExpertShares):
-        return ExpertShards(shares, engine, model)  # type: ignore[return-value]  # it has the methods that a run calls
-    return Fsdp(shares, engine) if isinstance(shares, FsdpShares) else Shards(shares, engine)  # type: ignore[return-value]
+        return ExpertShards(shares, engine, model)
+    return Fsdp(shares, engine) if isinstance(shares, FsdpShares) else Ring(shares, engine)
 
 
 def trained_shards_of(model: HFModel) -> Fsdp | ExpertShards | None:
-    found: Any = shards_of(model)
+    found = shards_of(model)
     return found if isinstance(found, Fsdp | ExpertShards) else None

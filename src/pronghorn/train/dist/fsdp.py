@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.layer import DecoderLayer
-from pronghorn.model.layers.types import Beside, Documents
+from pronghorn.model.layers.types import Shards
 from pronghorn.model.rank_files import Part
-from pronghorn.train.dist.shards import MOMENTS, Shares, TrainedShards, norm_over_ranks
+from pronghorn.train.dist.shards import MOMENTS, Shares, norm_over_ranks
 from pronghorn.train.dist.world import World
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class FsdpShares(Shares):
         """`dtype`: in which weights are gathered, and multiplied."""
         super().__init__(world, device)
         self.replicate, self.group = replicate, world.neighbours(world.size // replicate)
-        shape = (replicate, self.group.size)[replicate == 1 :]
+        shape = (world.size,) if replicate == 1 else (replicate, self.group.size)
         self._options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]),
             "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
@@ -85,7 +85,7 @@ class _ReduceScatter(_Gather):
         self._world.scatter_sum(output_tensor, input_tensor).wait()
 
 
-class Fsdp(TrainedShards):
+class Fsdp(Shards):
     """`engine.shards` of a model that FSDP2 shards."""
 
     def __init__(self, shares: FsdpShares, engine: FastCausalLM) -> None:
@@ -171,8 +171,9 @@ class Fsdp(TrainedShards):
 
 
 def _forward_of(layer: DecoderLayer) -> Callable[..., Tensor]:
-    def forward(_: nn.Module, h_TD: Tensor, documents: Documents, rows: Tensor | None, beside: Beside | None) -> Tensor:
+    def forward(_: nn.Module, h_TD: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """`run` has all else: FSDP2 copies whatever it finds a differentiable tensor in."""
         layer.prepare(h_TD.dtype)
-        return layer.run(h_TD, documents, rows, beside)
+        return run(h_TD)
 
     return forward

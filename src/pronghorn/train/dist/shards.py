@@ -27,6 +27,7 @@ from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, num_experts, text_config, why_not_fast
 from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.layers.types import Shards
 from pronghorn.model.load import ModelFacts
 from pronghorn.model.shards import Unit, facts_of, tensors_of
 from pronghorn.model.text_stack import decoder_layers, head_of
@@ -88,10 +89,8 @@ class Shares:
         return self._digest.hexdigest()[:12]
 
 
-class Shards:
+class Ring(Shards):
     """The units of a model in the order of its forward: embeddings, layers, head. `engine.shards` and `layer.shards`."""
-
-    trains = False  # whether a rank trains what only it has
 
     def __init__(self, shares: Shares, engine: FastCausalLM) -> None:
         self.world, self.key, self._engine = shares.world, shares.key, engine
@@ -154,9 +153,6 @@ class Shards:
     def head(self) -> None:
         self._turn(self._head, 0)
 
-    def around(self, work: Callable[[], T]) -> T:
-        return work()
-
     # ---- the ring ------------------------------------------------------------------------------------------------------------
 
     def _turn(self, unit: int, step: int) -> None:
@@ -187,27 +183,6 @@ class Shards:
         return self._buffers[unit % BUFFERS][: self.units[unit].size]
 
 
-class TrainedShards:
-    """The same, of a run that trains what only some ranks have (fsdp.py, expert_shards.py)."""
-
-    trains = True
-    world: World
-    key: str
-
-    def prepare(self, dtype: torch.dtype) -> bool:
-        return False
-
-    def enter(self, layer: int, step: int) -> None: ...
-
-    def head(self) -> None: ...
-
-    def around(self, work: Callable[[], T]) -> T:
-        return work()
-
-    def before_backward(self, *, last: bool) -> None:
-        """`last`: of a step."""
-
-
 def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients. Those that are `shared` by all ranks, and what is `beside` them, are summed up; others are whole."""
     squares = torch.nn.utils.get_total_norm(mine).square() if mine else torch.zeros_like(beside[0])
@@ -224,7 +199,7 @@ def in_turns(mine: Sequence[T], world: World) -> Iterator[T | None]:
 
 def shards_of(model: HFModel) -> Shards | None:
     engine = engine_of(model)
-    return None if engine is None else engine.shards  # type: ignore[return-value]
+    return None if engine is None else engine.shards
 
 
 # ---- whether ----------------------------------------------------------------------------------------------------------------

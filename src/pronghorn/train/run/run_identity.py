@@ -14,25 +14,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from pronghorn import __version__
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.errors import CheckpointError, PronghornError
+from pronghorn.model.layers.types import Shards
 from pronghorn.model.shards import facts_of
 from pronghorn.recipe import Recipe
 
 T = TypeVar("T")
-
-
-class Spread(Protocol):
-    """train.shards.Shards, as it is told apart here."""
-
-    @property
-    def key(self) -> str: ...
-    def spreads(self, tensor: torch.Tensor) -> bool: ...
 
 
 def data_key(table: TokenTable | None, pad_id: int) -> str:
@@ -74,7 +67,7 @@ def run_facts(recipe: Recipe, keys: dict[str, str]) -> dict[str, str]:
     }
 
 
-def weights_key(model: torch.nn.Module, shards: Spread | None = None) -> str:
+def weights_key(model: torch.nn.Module, shards: Shards | None = None) -> str:
     """Digest of names, shapes and first bytes of all weights: enough to tell one model's files or checkpoint from another's.
     Those that are spread over ranks were looked at when they were loaded."""
     digest = hashlib.sha256(b"" if shards is None else shards.key.encode())

@@ -23,6 +23,7 @@ from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.fingerprint import base_of, require_same_base
 from pronghorn.model.heads import HEADS
 from pronghorn.model.isolated_documents import require_isolated_documents
+from pronghorn.model.layers.types import Shards
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
@@ -44,7 +45,7 @@ from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.longer import warm_up_of_longer
 from pronghorn.train.checkpoint.resume import find_checkpoint, found_intact, require_allowable, settled
 from pronghorn.train.dist.expert_shards import shares_of, spread, trained_shards_of
-from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
+from pronghorn.train.dist.shards import Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.run.average import Average, window
@@ -338,7 +339,8 @@ def _build_model(
             shares.keep_ends(model)
         HEADS[head].set_padding(model, pad_id)  # its config is saved
         return model
-    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep)
+    experts = shares.experts if shares else None
+    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep, experts=experts)
     if shares:
         shares.keep_ends(base)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
