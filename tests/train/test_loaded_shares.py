@@ -16,9 +16,10 @@ from small_models import model_of
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from image_text_models import save_image_text_model
+from pronghorn.model.formats.checkpoint import Shards
 from pronghorn.model.load import load_model
 from pronghorn.model.rank_files import Part, file_name, write_rank_file
-from pronghorn.train.dist.expert_shards import shares_of
+from pronghorn.train.dist.expert_shards import ExpertShares, shares_of
 from pronghorn.train.dist.world import World
 from tables import first_of
 
@@ -55,6 +56,7 @@ def _peaks(world: World, models: Path) -> str:
         begin, seen = _private(), list[float]()
         shares = shares_of(shard, world, CPU, torch.float32, 1, "")
         assert shares is not None
+        only = {"storage": storage, "experts": shares.experts}
 
         def look(*_: object, begin: float = begin, seen: list[float] = seen) -> None:
             seen.append(_private() - begin)
@@ -64,7 +66,7 @@ def _peaks(world: World, models: Path) -> str:
             shares.keep(name, module)
             look()
 
-        model = load_model(str(models / files), dtype, CPU, storage=storage, keep=keep)
+        model = load_model(str(models / files), dtype, CPU, keep=keep, **only)
         look()
         shares.keep_ends(model)
         look()
@@ -107,6 +109,31 @@ def test_a_rank_holds_its_share_and_two_layers_while_it_loads(tmp_path: Path) ->
             limit = kept * whole / RANKS + 2 * read * layer + SLACK
             assert peak < limit, (case, peak, limit)
             assert limit < 0.7 * max(read, kept, 1) * whole
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_rank_reads_its_own_experts(stacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first, by which ranks tell models apart; cast, from files of single experts and of whole stacks."""
+    model = model_of("gpt_oss" if stacked else "qwen3_moe", "full").bfloat16()
+    model.save_pretrained(tmp_path)
+    expected = load_model(str(tmp_path), torch.float32, CPU).state_dict()
+    read: list[str] = []
+    get = Shards.get
+    monkeypatch.setattr(Shards, "get", lambda self, key: read.append(key) or get(self, key))
+
+    class Second(World):
+        rank, size = 1, 2
+
+    shares = ExpertShares(Second(), CPU)
+    load_model(str(tmp_path), torch.float32, CPU, keep=shares.keep, experts=shares.experts)
+    count = model.config.num_local_experts if stacked else model.config.num_experts
+    own = shares.experts(count)
+    assert len(shares.own) == 2 * model.config.num_hidden_layers
+    found = [one.weight for one in shares.own.values()]
+    whole = [tensor for name, tensor in expected.items() if tensor.ndim == 3 and "experts" in name]
+    assert all(torch.equal(weight, stack[own]) for weight, stack in zip(found, whole, strict=True))
+    numbers = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name and not stacked}
+    assert stacked or numbers == {0, *range(count)[own]}
 
 
 @pytest.mark.parametrize(

@@ -154,18 +154,20 @@ def load_stored(
     progress: Progress | None = None,
     keep: Callable[[str, nn.Module], None] | None = None,
     head: Callable[[Any], Any] = lambda model: model,
+    experts: Callable[[int], slice] | None = None,
 ) -> PreTrainedModel | None:
     """Linears that a 4-bit checkpoint has in 16 bits stay in 16 bits: whoever made it left them out. `keep` is called with
     each decoder layer as soon as its weights are read, and may keep a part of it (model/shards.py). `head` gives the empty
-    model another head before anything is read (heads/); what it makes is not looked for in the files. None: in 16 bits,
-    transformers does something to these files that this reader does not know."""
+    model another head before anything is read (heads/); what it makes is not looked for in the files. `experts`: of so many,
+    which are read in 16 bits, beside the first; the others' memory is not touched. None: in 16 bits, transformers does
+    something to these files that this reader does not know."""
     config = read_config(str(folder))
     refuse_unreadable(config, storage, str(folder))
     published = FORMATS.get(published_format(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it asks for bitsandbytes
     model: HFModel = head(empty_model(str(folder), config, dtype))
-    reading = _Reading(model, storage, published, dtype, Shards(folder, device, model))
+    reading = _Reading(model, storage, published, dtype, Shards(folder, device, model), experts or slice)
     if storage.quantize is None and reading.why_not_wide():
         return None
     reading.refuse_missing()
@@ -196,10 +198,19 @@ def load_stored(
 class _Reading:
     """An empty model, whose weights are read one by one."""
 
-    def __init__(self, model: HFModel, storage: Format, published: Format | None, dtype: torch.dtype, shards: Shards) -> None:
+    def __init__(
+        self,
+        model: HFModel,
+        storage: Format,
+        published: Format | None,
+        dtype: torch.dtype,
+        shards: Shards,
+        own: Callable[[int], slice],
+    ) -> None:
         self.model, self.storage, self.published, self.dtype, self.shards = model, storage, published, dtype, shards
-        own = {name: module for name, module in model.named_modules() if stacks_in(module)}
-        experts: dict[str, Any] = own if storage.quantize is None else stored_experts_(model, storage)
+        self.own = own
+        found = {name: module for name, module in model.named_modules() if stacks_in(module)}
+        experts: dict[str, Any] = found if storage.quantize is None else stored_experts_(model, storage)
         self.stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in stacks_in(module)}
         _untie(model, shards)
         self.linears = {full: (parent, name) for parent, name, full, _ in linears_of(model, nn.Linear)}
@@ -231,7 +242,8 @@ class _Reading:
         if key in self.stacks and self.storage.quantize is not None:
             _read_stack(self.shards, key, self.stacks[key], self.dtype)
         elif key in self.stacks:
-            stack = _wide_stack(self.shards, key, tuple(getattr(self.stacks[key], leaf).shape), self.dtype)
+            shape = tuple(getattr(self.stacks[key], leaf).shape)
+            stack = _wide_stack(self.shards, key, shape, self.dtype, self.own(shape[0]))
             _place(self.model, owner, leaf, stack, None, where)
         elif key in self.shards and leaf == "weight" and owner in self.linears and self.storage.quantize is not None:
             parent, name = self.linears[owner]
@@ -302,12 +314,18 @@ def _read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.d
     experts.quantize(name, _wide_stack(shards, key, tuple(experts._parameters[name].shape), dtype))  # type: ignore[union-attr]
 
 
-def _wide_stack(shards: Shards, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """In the family's own layout."""
+def _wide_stack(shards: Shards, key: str, shape: tuple[int, ...], dtype: torch.dtype, own: slice | None = None) -> Tensor:
+    """In the family's own layout. `own`: only these experts, and the first, by which ranks tell models apart."""
+    wanted = sorted({0, *range(shape[0])[own or slice(None)]})
     if key in shards:
-        return _wide(shards.get(key), shape, key).to(dtype)
-    whole: Tensor | None = None
-    for expert in range(shape[0]):
+        stored = _wide(shards.get(key), shape, key)
+        if stored.dtype == dtype or len(wanted) == shape[0]:
+            return stored.to(dtype)
+        whole: Tensor | None = torch.empty(shape, dtype=dtype, device=stored.device)
+        whole[wanted] = stored[wanted].to(dtype)  # type: ignore[index]
+        return whole  # type: ignore[return-value]
+    whole = None
+    for expert in wanted:
         names = _single(shards, key, expert)
         if not names:
             raise wrong_weights(f"expert {expert} of {key} is not in its files", why="the files are not complete")
