@@ -16,7 +16,7 @@ import torch
 
 from pronghorn.errors import PronghornError
 from pronghorn.train.dist.folder_store import PLACE, FolderStore
-from pronghorn.train.dist.heartbeat import LAUNCHER, who_am_i
+from pronghorn.train.dist.heartbeat import LAUNCHER
 from pronghorn.train.dist.ranks import join
 from pronghorn.train.dist.world import World
 
@@ -67,7 +67,7 @@ def in_ranks(
     folder.mkdir(exist_ok=True)
     if private:
         (meeting := folder / "meeting").mkdir(mode=0o700)
-        FolderStore(meeting).set(LAUNCHER, json.dumps(who_am_i()))
+        FolderStore(meeting).set(LAUNCHER, str(os.getpid()))
         place = {PLACE: str(meeting)}
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_rank, args=(rank, size, place, work, folder)) for rank in range(size)]

@@ -24,3 +24,14 @@ def test_kill_9_at_any_instant_changes_nothing(objective: str, one_layer_model: 
     result = json.loads(done.stdout)
     assert result["kills"] == kills
     assert len(set(result["resumed_from"])) >= 2  # the instants really were spread over the run
+
+
+@pytest.mark.usefixtures("_no_gpu", "imported_python")
+def test_kill_9_of_one_of_two_ranks_changes_nothing(one_layer_model: Path, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "kill_ranks.py"
+    words = [str(one_layer_model), str(tmp_path), "--instants", "2", "--steps", "6", "world.shard=base"]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert any(rank >= 0 for rank in result["killed"])  # else the machine was so busy that both runs ended before
+    assert result["apart"] == [0.0, 0.0]

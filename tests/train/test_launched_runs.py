@@ -116,7 +116,12 @@ def folder_of(recipe: Recipe) -> Path:
 
 
 def rank_process(recipe: Recipe, rank: int) -> int:
-    return int(json.loads((folder_of(recipe) / f"beat-{rank}").read_text(encoding="utf-8"))[1])
+    def environment(process: int) -> bytes:
+        with suppress(OSError):
+            return Path(f"/proc/{process}/environ").read_bytes()
+        return b""
+
+    return next(one for one in ours() if f"\0RANK={rank}\0".encode() in environment(one))
 
 
 class Touch:
@@ -189,7 +194,8 @@ def test_both_of_two_nodes_say_who_ended_the_run(recipe_for: RecipeFor) -> None:
     rank = beside / "rank.py"
     name = f"open({str(beside)!r} + '/pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))"
     cli = f"from pronghorn.cli import main; sys.exit(main(['train', {written(recipe)!r}]))"
-    rank.write_text(f"import os, sys; {name}; {cli}", encoding="utf-8")
+    sooner = "from pronghorn.train.dist import heartbeat, ranks; heartbeat.BEAT, ranks.ALSO = 0.2, 1.0"
+    rank.write_text(f"import os, sys; {name}; {sooner}; {cli}", encoding="utf-8")
     words = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     rank_command = ["--no-python", sys.executable, str(rank)]
     agents = [[*words, f"--node-rank={node}", *rank_command] for node in (0, 1)]
@@ -206,7 +212,7 @@ def test_both_of_two_nodes_say_who_ended_the_run(recipe_for: RecipeFor) -> None:
 def test_who_started_the_ranks_is_killed_and_they_save(recipe_for: RecipeFor) -> None:
     recipe = endless(recipe_for).model_copy(update={"checkpoint": recipe_for(checkpoint={"every": 99_999}).checkpoint})
     with started(recipe, train_on_two(recipe)) as (run,):
-        os.kill(json.loads((folder_of(recipe) / "launcher").read_text(encoding="utf-8"))[1], signal.SIGKILL)
+        os.kill(int((folder_of(recipe) / "launcher").read_text(encoding="utf-8")), signal.SIGKILL)
         run.wait(DEADLINE)
         wait_for(lambda: left() < 2)
     assert latest_checkpoint(Path(recipe.output)) is not None

@@ -31,7 +31,7 @@ from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
 from pronghorn.train.dist.expert_shards import spread
 from pronghorn.train.dist.fsdp import FsdpShares
 from pronghorn.train.dist.launch import launch
-from pronghorn.train.dist.ranks import Ranks, join
+from pronghorn.train.dist.ranks import NCCL_PATIENCE, Ranks, join
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.step.fused_adamw import FusedAdamW
@@ -63,6 +63,8 @@ def test_one_rank_over_nccl_trains_as_none(gpu_recipe: RecipeFor, one_rank: Call
     alone, again = (train(renamed(recipe, name), display=Silent()) for name in ("alone", "again"))
     with one_rank() as world:
         assert "nccl" in world.backend
+        nccl: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        assert nccl.options._timeout == NCCL_PATIENCE
         ranks = train(renamed(recipe, "ranks"), display=Silent(), world=world)
     assert not any("sums over ranks" in event.get("text", "") for event in read_log(ranks.folder))
     expected = losses_of(alone.folder)

@@ -210,11 +210,11 @@ def check_bytes(whole: int, parts: dict[str, int]) -> None:
 
 
 def check_forecast(recipe: Recipe, sent: int) -> None:
-    """What ranks gather and scatter in a step is what `pronghorn plan --gpus` counts."""
+    """What ranks gather in a step is what `pronghorn plan --gpus` counts."""
     precise = recipe.model_copy(update={"precision": "fp32"})  # as it is here
     ways = {one.way: one for one in scaling(precise, read_config(recipe.model), gpus="2xh100").ways}
-    told = ways[recipe.world.shard].exchanged_bytes
-    told -= ways["none"].exchanged_bytes * (recipe.method != "full")  # sums of adapters' gradients
+    told = ways[recipe.world.shard].sent_bytes
+    told -= ways["none"].sent_bytes * (recipe.method != "full")  # sums of adapters' gradients
     assert sent / 2 == pytest.approx(told, rel=0.02)
 
 

@@ -78,7 +78,7 @@ def plan(arguments: argparse.Namespace, recipe: Recipe) -> None:
 
 
 def _plan_many(arguments: argparse.Namespace, recipe: Recipe) -> None:
-    ignored = [name for name in ("gpu", "longest", "tokens", "verbose") if getattr(arguments, name)]
+    ignored = [name for name in ("gpu", "longest", "price", "tokens", "verbose") if getattr(arguments, name)]
     if ignored:
         raise CommandError(what=f"--{ignored[0]} cannot be combined with --gpus", fix="remove one of them")
     with importing():
@@ -88,7 +88,6 @@ def _plan_many(arguments: argparse.Namespace, recipe: Recipe) -> None:
         arguments.gpus,
         machines=1 if arguments.nodes is None else arguments.nodes,
         link=arguments.link or "",
-        price=arguments.price,
         host=arguments.host,
     )
     say(arguments, found.as_dict(), found.text())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from pronghorn.model.sharded import CODES, header_of
 from pronghorn.model.weight_files import OF_RANKS, files_to_load
 
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
+SYNCED = 1 << 30  # bytes: else the system may keep 100 GB until the end, and syncing them would look like a hung disk
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
@@ -37,18 +38,24 @@ def file_name(rank: int, ranks: int, prefix: str = "") -> str:
     return f"{prefix}rank-{rank + 1:05}-of-{ranks:05}.safetensors"
 
 
-def write_rank_file(file: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Returns its size and SHA-256, as a manifest has them. The file is synced."""
+def write_rank_file(file: Path, parts: Mapping[str, Part], moved: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Returns its size and SHA-256, as a manifest has them. The file is synced. `moved`: called after each tensor."""
     rows = {name: {OFFSETS: [part.first, *[0] * (part.tensor.ndim - 1)][: part.tensor.ndim]} for name, part in parts.items()}
     metadata = {"format": "pt", SHARDING: json.dumps(rows), "DCP_VERSION": "1.0"}
     header, places = header_of({name: part.tensor for name, part in parts.items()}, metadata)
-    digest = hashlib.sha256(header)
+    digest, unsynced = hashlib.sha256(header), 0
     with file.open("wb") as opened:
         opened.write(header)
         for name in sorted(places, key=lambda name: places[name]):
             content = parts[name].tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
             opened.write(content)
             digest.update(content)
+            unsynced += len(content)
+            if unsynced > SYNCED:
+                opened.flush()
+                os.fdatasync(opened.fileno())
+                unsynced = 0
+            moved()
         opened.flush()
         os.fsync(opened.fileno())
         size = opened.tell()

@@ -17,12 +17,14 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pronghorn.errors import EnvironmentFault
 from pronghorn.model.export import savable, save_small_files
 from pronghorn.model.rank_files import Part, file_name, write_rank_file
 from pronghorn.model.read_ahead import free_memory
@@ -36,7 +38,9 @@ from pronghorn.train.checkpoint.checkpoint import (
     finish_checkpoint,
     manifest_of,
     storable,
+    what_resumes,
 )
+from pronghorn.train.checkpoint.checkpoint_writer import SILENT_S, SLOWEST_DISK
 from pronghorn.train.checkpoint.saving import Saver, WritingSaver, bytes_of, scratch
 from pronghorn.train.dist.expert_shards import trained_shards_of
 from pronghorn.train.dist.fsdp import Fsdp
@@ -65,16 +69,36 @@ class _UnderWay:
         self.beside = (progress.best_step, session.stable_step)
         self.written: Future[dict[str, Any]] = Future()
         self._files = files
+        largest = max((part.tensor.nbytes for its in files.values() for part in its.values()), default=0)
+        self._moved, self._patience = time.monotonic(), SILENT_S + largest / SLOWEST_DISK
         # A daemon: where another rank has failed, nobody waits for it.
         threading.Thread(target=self._write, name="checkpoint", daemon=True).start()
 
     def _write(self) -> None:
         try:
             with disk_faults(self.folder.parent, f"cannot write checkpoint-{self.step}"):
-                self.written.set_result({name: write_rank_file(self.folder / name, its) for name, its in self._files.items()})
+                files = {name: write_rank_file(self.folder / name, its, self._move) for name, its in self._files.items()}
+            self.written.set_result(files)
         except BaseException as error:  # noqa: BLE001  (the run raises it)
             self.written.set_exception(error)
         self._files = {}
+
+    def _move(self) -> None:
+        self._moved = time.monotonic()
+
+    def ended(self, seconds: float) -> bool:
+        """Waits so long; refuses a disk that takes nothing any more."""
+        with suppress(TimeoutError):
+            self.written.exception(seconds)
+            return True
+        if time.monotonic() - self._moved > self._patience:
+            raise EnvironmentFault(
+                f"checkpoint-{self.step} is not written",
+                where=str(self.folder.parent),
+                why=f"the disk has not responded for {self._patience:.0f} s",
+                fix=f"check the disk; then {what_resumes(self.folder.parent)}",
+            )
+        return False
 
 
 class ShardedSaver(Saver):
@@ -106,12 +130,11 @@ class ShardedSaver(Saver):
             (size,) = world.total(sum(part.tensor.nbytes for its in files.values() for part in its.values()))
             manifest = manifest_of(self._state(())) if world.writes else {}
             folder = Path(world.on_writer(lambda: str(self._begin(int(size), everywhere))))
-            room = 2 * size < free_memory()
-            under_way = _UnderWay(session, folder, manifest, _copied(files) if room else files)
-            if not room:
-                under_way.written.exception()
-        self._under_way = under_way
-        self._saved(session.step)
+            crowded = world.total(2 * size >= free_memory())[0]
+            self._under_way = _UnderWay(session, folder, manifest, files if crowded else _copied(files))
+            self._saved(session.step)
+            if crowded:
+                self._finish(wait=True)
 
     def finished(self, step: int) -> None:
         self._finish(wait=False)
@@ -144,8 +167,11 @@ class ShardedSaver(Saver):
 
     def _finish(self, *, wait: bool) -> None:
         one, world = self._under_way, self._session.world
-        if one is None or (not wait and world.total(float(not one.written.done()))[0]):
+        if one is None:
             return
+        while world.total(not one.ended(1.0 if wait else 0.0))[0]:  # heartbeat.py sees that ranks do not hang
+            if not wait:
+                return
         self._under_way = None
         try:
             files = one.written.result()

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from pronghorn.errors import EndedElsewhere, EnvironmentFault, PronghornError, RecipeError, counted
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.folder_store import PLACE, FolderStore
-from pronghorn.train.dist.heartbeat import LAUNCHER, VERDICT, beat_key, told_verdict, who_am_i
+from pronghorn.train.dist.heartbeat import EVERYWHERE, LAUNCHER, VERDICT, beat_key, verdict
 
 PATIENCE = 600.0  # seconds after a signal for ranks to finish their step and save, before they are killed
 GRACE = 30.0  # after an error of one of them
@@ -35,6 +35,10 @@ KILLED: dict[int, tuple[str, str]] = {
     signal.SIGKILL: (
         "the operating system kills processes when memory runs out",
         "check the system log (dmesg), and start fewer ranks if memory ran out",
+    ),
+    signal.SIGABRT: (
+        "a collective of NCCL did not end within half an hour, or a library crashed; the lines above say which",
+        "look for a failing GPU (nvidia-smi) or network",
     ),
     signal.SIGBUS: ("a disk or /dev/shm is full", "check the free space (df)"),
     signal.SIGTERM: ("another process asked it to end", "check what did: a scheduler, or a limit of time or memory"),
@@ -65,7 +69,7 @@ def launch(ranks: int, command: Sequence[str]) -> None:
     with TemporaryDirectory(prefix="pronghorn-ranks-", ignore_cleanup_errors=True) as folder, _caught() as caught:
         store, processes = FolderStore(folder), list[subprocess.Popen[bytes]]()
         try:
-            store.set(LAUNCHER, json.dumps(who_am_i()))
+            store.set(LAUNCHER, str(os.getpid()))
             for rank in range(ranks):
                 environment = _environment(folder, rank, ranks)
                 processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
@@ -112,7 +116,6 @@ def _caught() -> Iterator[list[int]]:
 class _Watched:
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], store: FolderStore, caught: list[int]) -> None:
         self._processes, self._store, self._caught = processes, store, caught
-        self._codes: list[int | None] = []
         self._first: int | None = None  # the rank that failed first
         self._passed, self._until = 0, float("inf")
         self._forced = False
@@ -122,7 +125,6 @@ class _Watched:
         while None in (codes := [process.poll() for process in self._processes]):
             self._look({rank: code for rank, code in enumerate(codes) if code})
             time.sleep(LOOK)
-        self._codes = codes
         if failed := {rank: code for rank, code in enumerate(codes) if code}:
             raise self._error(failed)
 
@@ -156,7 +158,7 @@ class _Watched:
         if code < 0:
             what = f"rank {rank} was killed by {_name(-code)}"
             with suppress(RuntimeError):
-                self._store.compare_set(VERDICT, "", json.dumps(told_verdict(what, rank)))
+                self._store.compare_set(VERDICT, "", json.dumps(verdict(what, rank=rank, shown=EVERYWHERE)))
         for other, process in enumerate(self._processes):
             if not self._store.check([beat_key(other)]):
                 process.terminate()
@@ -176,18 +178,8 @@ class _Watched:
             why, fix = KILLED.get(-code, CRASHED)
             fix = f"{fix}, then run the same command again: it goes on from its last checkpoint, if it has one"
             return EnvironmentFault(what=f"rank {rank} was killed by {_name(-code)}", why=why, fix=fix)
-        if code > 0 and (found := self._left_early()):
-            return found
         ended = f"rank {rank} ended with exit code {code}"
         return EndedElsewhere(ended, exit_code=code if code > 0 else EnvironmentFault.exit_code, told=True)
-
-    def _left_early(self) -> PronghornError | None:
-        """The error of a rank that ended without one before the others were done."""
-        verdict = json.loads(self._store.get(VERDICT)) if self._store.check([VERDICT]) else {"rank": -1}
-        if verdict["rank"] < 0 or self._codes[verdict["rank"]] != 0 or self._store.check(["told"]):
-            return None
-        what = f"rank {verdict['rank']} ended before the others, with exit code 0"
-        return EndedElsewhere(what, why="something in it called exit()")
 
 
 def _asked(code: int) -> bool:

@@ -7,10 +7,12 @@ the others end with it, with the same exit code. A rank that was killed, is stop
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +30,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.train.dist.folder_store import PLACE, FolderStore, tell
-from pronghorn.train.dist.heartbeat import Peer, Watch, end_at_exit
+from pronghorn.train.dist.heartbeat import Peer, Watch
 from pronghorn.train.dist.world import Pending, World
 
 T = TypeVar("T")
-# torch's own, which knows no difference between a rank that works alone (answers to held-out rows) and one that hangs;
-# heartbeat.py does, and ends a run within minutes.
-PATIENCE = timedelta(hours=2)
+# torch's own limit for a collective. It cannot tell a rank that hangs from one that works alone (answers to held-out rows) while
+# the others wait for it over gloo; heartbeat.py can. Over NCCL they wait at most while rank 0 saves.
+PATIENCE, NCCL_PATIENCE = timedelta(hours=2), timedelta(minutes=30)
 MEETING = timedelta(minutes=5)
 LOOK = timedelta(seconds=1)  # between two looks at whether there is still something to wait for
 ALSO = 5.0  # seconds in which rank 0 would fail in the same way
@@ -55,6 +57,7 @@ def join() -> Ranks:
         peers = _peers(store, rank, size)
         backend = "cpu:gloo,cuda:nccl" if all_different([peer.gpu for peer in peers]) else "gloo"
         dist.init_process_group(backend, store=torch_store, rank=rank, world_size=size, timeout=PATIENCE)
+        _limit_nccl(dist.group.WORLD, backend)
     except (RuntimeError, ValueError, OSError) as error:
         variables = "check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start with torchrun"
         raise EnvironmentFault(
@@ -63,6 +66,13 @@ def join() -> Ranks:
             fix=f"set TMPDIR to a folder on a local disk; {place} is on none, or is full" if place else variables,
         ) from error
     return Ranks(store, rank, peers, backend)
+
+
+def _limit_nccl(group: Any, backend: str) -> None:
+    """A host that waits for its GPU uses CPU, as one that works does, so heartbeat.py cannot see a collective of NCCL that does
+    not end."""
+    if "nccl" in backend:
+        group._get_backend(torch.device("cuda"))._set_default_timeout(NCCL_PATIENCE)
 
 
 def _in_folder(place: str) -> tuple[Any, Any, int, int]:
@@ -93,7 +103,7 @@ def _peers(store: Any, rank: int, size: int) -> list[Peer]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         gpu = f"{host} {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    store.set(f"peer-{rank}", json.dumps(Peer(gpu, host, os.environ.get("GROUP_RANK", ""))))
+    store.set(f"peer-{rank}", json.dumps(Peer(gpu, host, f"{host} {os.environ.get('GROUP_RANK', '')}")))
     return [Peer(*json.loads(peer)) for peer in store.multi_get([f"peer-{other}" for other in range(size)])]
 
 
@@ -118,6 +128,9 @@ class Ranks(World):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        raised = error
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            error = self._ended_elsewhere(str(error))  # a collective of FSDP2, which knows no `together`
         try:
             if error is None:
                 self.wait()  # an error of another rank at the very end is everybody's
@@ -129,6 +142,8 @@ class Ranks(World):
                 self._watch.leave()
                 self._disconnect()
                 self._watch.outlast(ALSO)
+        if error is not None and error is not raised:
+            raise error from raised
 
     def _disconnect(self) -> None:
         """From here on the others notice. A sum that was given up is left behind."""
@@ -151,12 +166,12 @@ class Ranks(World):
         self._store.set(f"ended-{self.rank}", last)
         together = self.rank > 0 and isinstance(error, (HealthStop, Interrupted))  # as all decided, of which one has to save
         if not together:
-            self._watch.end(f"{self._watch.name(self.rank)} ended: {what}", exit_code=code, rank=self.rank, told=True)
+            self._watch.failed(what, code)
             self._disconnect()
         as_writer = (
             self.rank and isinstance(error, PronghornError) and self._last_of_writer(SAVED if together else ALSO) == last
         )
-        if as_writer and not self._watch.shows(0):
+        if as_writer and not self._watch.leads():
             raise EndedElsewhere(what, exit_code=code, told=True) from error
         tell()
 
@@ -177,7 +192,7 @@ class Ranks(World):
             self._add_up(tensors)
             return
         self._computed(*tensors)
-        with self.together(sum(tensor.nbytes for tensor in tensors), step=True):
+        with self.together(step=True):
             self._add_up(tensors)
 
     def _add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -231,7 +246,8 @@ class Ranks(World):
             self._watch.check()
         except EndedElsewhere as ended:
             self._given_up = True
-            end_at_exit(ended.exit_code)
+            atexit.register(os._exit, ended.exit_code)  # not with the thread of gloo's that is still in the collective
+            atexit.register(sys.stdout.flush)
             raise
 
     def joined(self, rows: list[str]) -> list[str]:
@@ -239,7 +255,7 @@ class Ranks(World):
 
     def gather(self, whole: Tensor, part: Tensor) -> Pending:
         self._computed(part)
-        with self.together(whole.nbytes):
+        with self.together():
             if not self._staged(whole):
                 return _Begun(self, _all_gather(whole, part, group=self._group, async_op=True), whole)
             there = torch.empty_like(whole, device="cpu")
@@ -249,7 +265,7 @@ class Ranks(World):
 
     def scatter_sum(self, part: Tensor, whole: Tensor) -> Pending:
         self._computed(whole)
-        with self.together(whole.nbytes):
+        with self.together():
             if not self._staged(whole):
                 return _Begun(self, _reduce_scatter(part, whole, group=self._group, async_op=True), part)
             there = torch.empty_like(part, device="cpu")
@@ -260,7 +276,7 @@ class Ranks(World):
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         width = rows.shape[1]
         self._computed(rows)
-        with self.together(max(sum(sent), sum(received)) * width * rows.element_size()):
+        with self.together():
             content = (rows.cpu() if self._staged(rows) else rows).contiguous()
             found = content.new_empty(sum(received), width)
             work = dist.all_to_all_single(found, content, list(received), list(sent), group=self._group, async_op=True)
@@ -327,11 +343,11 @@ class Ranks(World):
     # ---- when a rank is gone -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def together(self, size: int = 0, *, step: bool = False) -> Iterator[None]:
-        """Around what all ranks do; `size`: bytes that each of them sends. `step`: it belongs to a step."""
+    def together(self, *, step: bool = False) -> Iterator[None]:
+        """Around what ranks do together. `step`: the run is past what may take long at its start."""
         began = time.perf_counter()
         try:
-            with self._watch.waiting(size, step=step):
+            with self._watch.waiting(step=step):
                 yield
             self.waited += time.perf_counter() - began
         except torch.OutOfMemoryError:
@@ -357,14 +373,15 @@ class _Neighbours(Ranks):
     """A group of consecutive ranks, with a process group of its own; time waited and failures are those of all ranks."""
 
     def __init__(self, ranks: Ranks, size: int) -> None:
-        self._ranks, self._group = ranks, dist.new_subgroups(size)[0]
+        self._ranks, self._group = ranks, dist.new_subgroups(size, timeout=PATIENCE)[0]
+        _limit_nccl(self._group, ranks.backend)
         self.rank, self.size, self.backend = ranks.rank % size, size, ranks.backend
         self.captures = self.ordered = ranks.captures
         self._before_parting = ranks._before_parting
 
     @contextmanager
-    def together(self, size: int = 0, *, step: bool = False) -> Iterator[None]:
-        with self._ranks.together(size, step=step):
+    def together(self, *, step: bool = False) -> Iterator[None]:
+        with self._ranks.together(step=step):
             yield
 
     def _check(self) -> None:
@@ -379,5 +396,5 @@ class _Begun(Pending):
         """A buffer made once: gloo writes its result into it, on every call."""
         work, self._work = self._work, None
         if work is not None:
-            with self._ranks.together(self._tensor.nbytes):
+            with self._ranks.together():
                 self._ranks.finish(work, self._tensor)

@@ -89,15 +89,13 @@ def forecast(
     return found
 
 
-def forecast_of_many(
-    recipe: Recipe, gpus: str, *, machines: int = 1, link: str = "", price: float | None = None, host: str | None = None
-) -> Scaling:
+def forecast_of_many(recipe: Recipe, gpus: str, *, machines: int = 1, link: str = "", host: str | None = None) -> Scaling:
     """On several GPUs of several machines, for each way to spread the run over them."""
     parse_gpus(gpus)  # refused before anything is read
     room = HOST_BYTES if host is None else parse_host(host)
     config, data = _planned(recipe), kind_of(recipe).foreseen(recipe)
     recipe, facts = _sized(recipe, data), {name: data.rows[name] for name in ("attended", "loss_share") if name in data.rows}
-    return scaling(recipe, config, gpus=gpus, machines=machines, link=link, price=price, host=room, **facts)
+    return scaling(recipe, config, gpus=gpus, machines=machines, link=link, host=room, **facts)
 
 
 def _sized(recipe: Recipe, data: Foreseen) -> Recipe:
