@@ -2,7 +2,7 @@
 
 The layout is that of torch's distributed checkpoints, whose HuggingFaceStorageReader reads these files: each file's metadata
 say at which row its part of a tensor begins. They are written here, because torch's planner pickles what ranks tell each other,
-and its writer holds a rank's tensors twice in host memory, as tensors and as a file's bytes; here it is one tensor's part.
+and its writer makes the whole file in host memory: 161 MB for 160 MB, and 0.2 MB here.
 """
 
 from __future__ import annotations
