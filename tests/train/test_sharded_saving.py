@@ -10,8 +10,10 @@ import re
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 from watching import RecipeFor, Silent, losses_of, notices_of, saved, stop_at
 
+from pronghorn.errors import EnvironmentFault
 from pronghorn.export.run import export_run
 from pronghorn.model import rank_files
 from pronghorn.model.rank_files import RankFiles
@@ -223,6 +226,36 @@ def test_a_full_disk_on_one_rank_ends_all_and_keeps_the_last_checkpoint(full: Ca
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-1"]
     assert not list(run.glob(".checkpoint-*"))
     verify_checkpoint(run / "checkpoint-1")
+
+
+def test_a_disk_that_takes_nothing_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it takes tensors, a rank waits."""
+    taken, opened = threading.Semaphore(0), threading.Event()
+
+    def slow(file: Path, parts: Any, moved: Callable[[], None]) -> dict[str, Any]:
+        for _ in parts:
+            moved()
+            taken.release()
+        assert opened.wait(60.0)
+        return {"bytes": 0}
+
+    monkeypatch.setattr(sharded_saving, "write_rank_file", slow)
+    run = SimpleNamespace(checkpoint=SimpleNamespace(keep=1))
+    session: Any = SimpleNamespace(step=7, recipe=run, progress=SimpleNamespace(best_step=None), stable_step=None)
+    part = rank_files.Part(torch.zeros(2_000_000, dtype=torch.uint8))
+    one = sharded_saving._UnderWay(session, tmp_path / "run" / "folder", {}, {"a": {"x": part, "y": part}})
+    assert one._patience == sharded_saving.SILENT_S + 2
+    before = one._moved
+    assert taken.acquire(timeout=60.0)
+    assert taken.acquire(timeout=60.0)
+    assert one._moved > before
+    assert not one.ended(0.0)
+    one._patience = -1.0
+    with pytest.raises(EnvironmentFault, match="checkpoint-7 is not written"):
+        one.ended(0.0)
+    opened.set()
+    assert one.ended(60.0)
+    assert one.written.result() == {"a": {"bytes": 0}}
 
 
 def test_files_that_do_not_belong_together_are_refused(full: Callable[..., Recipe], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ has no room for the copies of all ranks, each tensor is copied as it is written,
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -127,10 +128,12 @@ class ShardedSaver(Saver):
             if broken := world.joined(not_finite({**self._spread.trained, **state})):
                 raise refused_checkpoint(session.step, sorted({*broken}), str(self._folder))
             files, everywhere = self._files(state), {k: v for k, v in state.items() if not k.startswith(MOMENTS)}
-            (size,) = world.total(sum(part.tensor.nbytes for its in files.values() for part in its.values()))
+            own = sum(part.tensor.nbytes for its in files.values() for part in its.values())
+            (size,) = world.total(own)
             manifest = manifest_of(self._state(())) if world.writes else {}
             folder = Path(world.on_writer(lambda: str(self._begin(int(size), everywhere))))
-            crowded = world.total(2 * size >= free_memory())[0]
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # ranks of this machine
+            crowded = world.total(2 * here * own > free_memory())[0]
             self._under_way = _UnderWay(session, folder, manifest, files if crowded else _copied(files))
             self._saved(session.step)
             if crowded:
