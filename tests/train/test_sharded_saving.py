@@ -230,9 +230,10 @@ def test_a_full_disk_on_one_rank_ends_all_and_keeps_the_last_checkpoint(full: Ca
 
 def test_a_disk_that_takes_nothing_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it takes tensors, a rank waits."""
-    taken, opened = threading.Semaphore(0), threading.Event()
+    began, taken, opened = threading.Event(), threading.Semaphore(0), threading.Event()
 
     def slow(file: Path, parts: Any, moved: Callable[[], None]) -> dict[str, Any]:
+        assert began.wait(60.0)
         for _ in parts:
             moved()
             taken.release()
@@ -245,7 +246,8 @@ def test_a_disk_that_takes_nothing_ends_the_run(tmp_path: Path, monkeypatch: pyt
     part = rank_files.Part(torch.zeros(2_000_000, dtype=torch.uint8))
     one = sharded_saving._UnderWay(session, tmp_path / "run" / "folder", {}, {"a": {"x": part, "y": part}})
     assert one._patience == sharded_saving.SILENT_S + 2
-    before = one._moved
+    one._moved = before = one._moved - 1.0
+    began.set()
     assert taken.acquire(timeout=60.0)
     assert taken.acquire(timeout=60.0)
     assert one._moved > before
