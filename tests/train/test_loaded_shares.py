@@ -7,7 +7,6 @@ import gc
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,31 +47,28 @@ def _private() -> float:
     return int(found[1]) / 1024
 
 
+def _peak(case: str, world: World, models: Path) -> float:
+    files, shard, storage, dtype, *_ = HELD[case]
+    gc.collect()
+    begin, seen = _private(), list[float]()
+    shares = shares_of(shard, world, CPU, torch.float32, 1, "")
+    assert shares is not None
+
+    def keep(name: str, module: torch.nn.Module) -> None:
+        seen.append(_private())
+        shares.keep(name, module)
+        seen.append(_private())
+
+    model = load_model(str(models / files), dtype, CPU, keep=keep, storage=storage, experts=shares.experts)
+    seen.append(_private())
+    shares.keep_ends(model)
+    seen.append(_private())
+    return max(seen) - begin
+
+
 def _peaks(world: World, models: Path) -> str:
-    peaks: dict[str, float] = {}
-    for case in ("lora", *HELD):  # the first load of a process also imports
-        files, shard, storage, dtype, *_ = HELD[case]
-        gc.collect()
-        begin, seen = _private(), list[float]()
-        shares = shares_of(shard, world, CPU, torch.float32, 1, "")
-        assert shares is not None
-        only = {"storage": storage, "experts": shares.experts}
-
-        def look(*_: object, begin: float = begin, seen: list[float] = seen) -> None:
-            seen.append(_private() - begin)
-
-        def keep(name: str, module: torch.nn.Module, shares: Any = shares, look: Any = look) -> None:
-            look()
-            shares.keep(name, module)
-            look()
-
-        model = load_model(str(models / files), dtype, CPU, keep=keep, **only)
-        look()
-        shares.keep_ends(model)
-        look()
-        peaks[case] = max(seen)
-        del model, shares, keep
-    return json.dumps(peaks)
+    _peak("lora", world, models)  # the first load of a process also imports
+    return json.dumps({case: _peak(case, world, models) for case in HELD})
 
 
 def rows_of(weight: torch.Tensor, half: int) -> tuple[torch.Tensor, int]:
@@ -107,7 +103,7 @@ def test_a_rank_holds_its_share_and_two_layers_while_it_loads(tmp_path: Path) ->
             files, _, _, _, read, kept = HELD[case]
             layer, whole = values[files]
             limit = kept * whole / RANKS + 2 * read * layer + SLACK
-            assert peak < limit, (case, peak, limit)
+            assert 0.8 * kept * whole / RANKS < peak < limit, (case, peak, limit)  # less: it was not measured
             assert limit < 0.7 * max(read, kept, 1) * whole
 
 
