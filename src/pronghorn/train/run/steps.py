@@ -26,7 +26,7 @@ from pronghorn.report.live import LiveReport
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
-from pronghorn.train.checkpoint.saving import saver_of
+from pronghorn.train.checkpoint.sharded_saving import saver_of
 from pronghorn.train.run.answers import RunAnswers
 from pronghorn.train.run.looks import Looks
 from pronghorn.train.run.row_losses import RowLosses

@@ -43,7 +43,7 @@ from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.longer import warm_up_of_longer
-from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
+from pronghorn.train.checkpoint.resume import find_checkpoint, found_intact, require_allowable, settled
 from pronghorn.train.dist.context import require_context, share_packs
 from pronghorn.train.dist.expert_shards import shares_of, spread, trained_shards_of
 from pronghorn.train.dist.shards import Shares, shard_of, shards_of, told_of
@@ -198,8 +198,8 @@ def set_up(
     without one, of one rank. `files`: code of the user's, which runs."""
     said, world = list[str](), world or World()
     require_allowable(allow, recipe)
-    with stage("checkpoint"), world.writer_first():  # it sets a damaged one aside
-        found = None if run is None else find_checkpoint(recipe, run, allow=allow, say=said.append)
+    with stage("checkpoint"):
+        found = _found(recipe, run, allow, said, world)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
         shard, context = shard_of(recipe, world, device, facts), recipe.world.context
@@ -264,6 +264,16 @@ def set_up(
     return session
 
 
+def _found(
+    recipe: Recipe, run: Path | None, allow: Collection[str], said: list[str], world: World
+) -> tuple[Path, TrainState] | None:
+    if run is None:
+        return None
+    intact = found_intact(run, world)
+    with world.writer_first():  # it sets a damaged one aside
+        return find_checkpoint(recipe, run, allow=allow, say=said.append, content=world.writes, intact=intact)
+
+
 def _objective(
     recipe: Recipe,
     source: Source,
@@ -325,13 +335,14 @@ def _build_model(
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
         name, head = str(checkpoint or recipe.model), recipe.objective.kind.head
-        model = load_model(name, torch.float32, device, keep=keep, head=head, seed=recipe.train.seed)
+        model = load_model(name, torch.float32, device, progress=report, keep=keep, head=head, seed=recipe.train.seed)
         freeze_beside_text(model)
         if shares:
             shares.keep_ends(model)
         HEADS[head].set_padding(model, pad_id)  # its config is saved
         return model
-    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep)
+    experts = shares.experts if shares else None
+    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep, experts=experts)
     if shares:
         shares.keep_ends(base)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
