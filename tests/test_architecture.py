@@ -290,6 +290,7 @@ WRITERS = {
     "run/run_evaluation.py": "a command of its own",
     "run/run_folder.py": "world.writes",
     "checkpoint/saving.py": "world.writes",
+    "checkpoint/sharded_saving.py": "every rank its own files, in a folder that on_writer made; what else, on_writer",
     "source/served.py": "on_writer",
 }
 WRITING = {

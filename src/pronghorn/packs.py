@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, float32, int32, int64
 
+WHOLE = (0, 1)  # of PackedDocuments.part
 IGNORED = -100  # torch's cross-entropy skips this label
 
 
@@ -133,6 +134,9 @@ class PackedDocuments(Pack):
     prompt_of_S: Annotated[Tensor | None, Column("S", int32, -1)] = None
     longest: int  # tokens in the longest document
     typical: int = 0  # mean length of the documents, each token counted; 0: tokens by boundaries
+    # Of a pack that ranks share (world.context), this rank's number and how many they are: T are then its rows, and
+    # `cu_seqlens` counts those of the whole pack.
+    part: tuple[int, int] = WHOLE
 
     @property
     def shape(self) -> tuple[Any, ...]:

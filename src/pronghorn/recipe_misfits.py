@@ -38,7 +38,7 @@ def misfits(recipe: Parts) -> list[str]:
         key = "metrics" if evaluated.metrics else "generations"
         problems.append(f"eval.{key}: objective {recipe.objective} trains a model that writes no answers; remove eval.{key}")
     problems += [*evaluated.misfits, *recipe.objective.misfits, *_of_compared(recipe), *_of_rollouts(recipe)]
-    problems += [*_of_compute(recipe), *_of_shards(recipe)]
+    problems += [*_of_compute(recipe), *_of_shards(recipe), *_of_context(recipe)]
     if recipe.storage != "auto" and recipe.method != "qlora":
         problems.append(
             f"storage: {recipe.storage} cannot be combined with method: {recipe.method}; set method: qlora, whose"
@@ -130,6 +130,22 @@ def _of_shards(recipe: Parts) -> list[str]:
     if shard in ("base", "full", "experts") and (why := recipe.why_not_sharded):
         problems.append(f"world.shard: {shard} cannot be combined with {why}; change that, or set world.shard: none")
     return problems
+
+
+def _of_context(recipe: Parts) -> list[str]:
+    """Where ranks cannot share packs."""
+    context, unit, capacity = recipe.world.context, recipe.world.piece_unit, recipe.train.capacity
+    if context == 1:
+        return []
+    whole = f"objective {recipe.objective} compares whole answers, of which each rank would have a part"
+    wrong = {
+        f"a pack is cut into {2 * context} pieces, so train.capacity {capacity} must be a multiple of {unit};"
+        f" set train.capacity: {-(-capacity // unit) * unit}": capacity % unit > 0,
+        f"{whole}; set world.context: 1": recipe.objective.kind.reads != "documents",
+        "world.shard: experts sends rows to other ranks; set world.shard: base": recipe.world.shard == "experts",
+        "layers: own attend to their own rank's rows; set layers: fast": recipe.layers == "own",
+    }
+    return [f"world.context: {text}" for text, applies in wrong.items() if applies]
 
 
 def _of_rollouts(recipe: Parts) -> list[str]:

@@ -297,6 +297,11 @@ class World(Section):
     replicate: PositiveInt = 1
     context: PositiveInt = 1  # consecutive ranks that share each pack, for documents that one GPU cannot hold
 
+    @property
+    def piece_unit(self) -> int:
+        """What a pack is a multiple of: it is cut into two pieces for each rank, of whole tiles of attention's."""
+        return 1 if self.context == 1 else 2 * self.context * 64
+
 
 class Parts(Section):
     model: Name  # Hub name or local folder
@@ -363,7 +368,7 @@ class Parts(Section):
         wanted, capacity = min(MOST, _power(tokens / STEPS)), spec.capacity
         if capacity == Train.model_fields["capacity"].default:
             holds = max(self.data.max_length, longest, 1)
-            least = 2 * _power(holds - 1) if holds > 1 else 1
+            least = max(self.world.piece_unit, 2 * _power(holds - 1) if holds > 1 else 1)
             capacity = min(capacity, max(least, _power(wanted / ranks)))
         together = ranks * capacity
         batch = max(1, wanted // together) * together

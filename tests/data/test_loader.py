@@ -7,6 +7,7 @@ import pytest
 
 from pronghorn.data.pack.loader import BatchLoader, State, StepPacking
 from pronghorn.data.pack.packing import pack
+from pronghorn.data.pack.parts import Deal
 from samples import random_table
 
 
@@ -50,7 +51,7 @@ def test_a_step_of_so_many_rows_has_them_in_as_many_packs_as_they_need(capacity:
 def test_ranks_share_the_packs_of_a_step_of_so_many_rows() -> None:
     table = random_table(100)
     loaders = [
-        BatchLoader(table, StepPacking(128, deal=(rank, ranks)), rows_per_step=16, seed=5, workers=0)
+        BatchLoader(table, StepPacking(128, deal=Deal(rank, ranks)), rows_per_step=16, seed=5, workers=0)
         for ranks in (1, 3)
         for rank in range(ranks)
     ]

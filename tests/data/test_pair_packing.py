@@ -12,6 +12,7 @@ import torch
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import BatchLoader, StepPacking, evaluation_batches
 from pronghorn.data.pack.packing import pack
+from pronghorn.data.pack.parts import Deal
 from pronghorn.data.preference.pair_packing import groups_of, split_groups, tokens_in
 from pronghorn.data.preference.pair_rows import PairRows
 from pronghorn.errors import DataError
@@ -117,7 +118,7 @@ def test_sharing_changes_no_document_and_no_group_splits(answers: int) -> None:
 
 def test_ranks_know_the_tokens_of_each_other() -> None:
     table = preference_table(40, shared=True)
-    ranks = [BatchLoader(table, StepPacking(256, deal=(rank, 2)), packs_per_step=2, seed=5, workers=0) for rank in (0, 1)]
+    ranks = [BatchLoader(table, StepPacking(256, deal=Deal(rank, 2)), packs_per_step=2, seed=5, workers=0) for rank in (0, 1)]
     first = [next(iter(rank)) for rank in ranks]
     assert first[0].tokens == first[1].tokens == sum(step.batches[0].tokens for step in first)
 

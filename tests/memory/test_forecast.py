@@ -117,3 +117,16 @@ def test_a_price_that_is_not_known_is_not_made_up() -> None:
     assert (unknown.cost, unknown.cost_of_a_billion) == (None, None)
     assert "price       unknown" in unknown.text()
     assert "USD" not in unknown.text()
+
+
+def test_gpus_that_share_packs_are_planned_by_their_part_and_paid_for_together() -> None:
+    """Not captured, so adapters' gradients have no buffer; half of the activations each."""
+    recipes = (recipe(world={"context": context}) for context in (1, 2))
+    alone, shared = (plan_report(one, MODELS["llama-8b"], gpu="h200") for one in recipes)
+    jobs = [one.plan.problem.job for one in (alone, shared)]
+    assert (jobs[1].capacity, jobs[1].loss_rows, jobs[1].graphed) == (jobs[0].capacity // 2, jobs[0].loss_rows // 2, False)
+    assert shared.step_tokens == alone.step_tokens
+    assert shared.plan.device_bytes < alone.plan.device_bytes
+    assert shared.cost_of_a_billion == pytest.approx(2e9 / shared.tokens_per_second / 3600 * 3.59)
+    assert "2 such GPUs share each pack" in shared.text()
+    assert "such GPUs" not in alone.text()

@@ -12,6 +12,7 @@ from pronghorn.errors import RecipeError
 from pronghorn.kernels.runtime.dispatch import CHIPS, Target
 from pronghorn.memory import job as job_module
 from pronghorn.memory.costs import predicted_costs
+from pronghorn.memory.dry_run import held
 from pronghorn.memory.forecast import max_context_report, problem_of
 from pronghorn.memory.gpus import find_gpu
 from pronghorn.memory.job import Job, shape_of
@@ -87,3 +88,19 @@ def test_nothing_overflows_where_a_tensor_has_more_elements_than_an_int32_counts
         for tokens in (262144, 524288, 1048576)
     ]
     assert needed[2] - needed[1] == pytest.approx(2 * (needed[1] - needed[0]), rel=1e-3)
+
+
+def test_ranks_that_share_a_document_have_room_for_a_longer_one() -> None:
+    """A rank saves its part of everything; what all keys and values take stays for one layer at a time."""
+    alone, shared = (problem(300e6, context=context) for context in (1, 4))
+    for level in ("gate_up", "nothing"):
+        whole, part = (held(with_one_document(one, 65536).job, level) for one in (alone, shared))
+        assert part.saved <= (1 / 4 + 0.1) * whole.saved
+        assert part.forward < whole.forward
+    lengths = [max_context(one) for one in (alone, shared)]
+    assert 2 * lengths[0] < lengths[1] < 4 * lengths[0]
+    assert lengths[1] % (4 * STEP) == 0
+    tokens = lengths[1]
+    assert make_plan(with_one_document(shared, tokens)).needed_bytes <= shared.usable
+    with pytest.raises(RecipeError):
+        make_plan(with_one_document(shared, tokens + tokens // EXACT + 4 * STEP))

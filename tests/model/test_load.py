@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import model_of
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from nf4_checkpoints import save_nf4
@@ -257,3 +258,12 @@ def test_a_softcap_is_not_left_out_by_the_models_own_attention(tmp_path: Path, s
                 if parameter.ndim == 2 and parameter.is_floating_point():
                     parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
         assert not torch.equal(models[0](ids).logits, models[1](ids).logits)
+
+
+def test_a_buffer_that_the_model_around_it_computes_is_there_in_4_bits(tmp_path: Path) -> None:
+    """Falcon-H1's multipliers: no file has them, and no layer computes its own."""
+    model = model_of("falcon_h1", "full")
+    model.save_pretrained(tmp_path)
+    name, expected = next((name, buffer) for name, buffer in model.named_buffers() if name.endswith("mup_vector"))
+    loaded = load_model(str(tmp_path), torch.float32, torch.device("cpu"), storage="nf4")
+    assert torch.equal(loaded.get_buffer(name), expected)

@@ -57,6 +57,11 @@ def test_each_document_of_a_pack_has_the_frequencies_that_it_has_alone() -> None
             torch.testing.assert_close(ours[start:stop], own[0, :, :4], rtol=0, atol=1e-6)
     whole = backbone.rotary_emb(torch.empty(0), positions()[None])[0][0, :16, :4]
     assert not torch.equal(whole, tables["every layer"][0][:16])
+    rows = torch.tensor([*range(12, 24), *range(36, 48)])  # of one of two ranks that share the pack; the longest has others
+    spans_2T = spans(torch.tensor(BOUNDS, dtype=torch.int32), 48)[:, rows]
+    found = Positions(backbone, backbone.config, head_widths(backbone)).rotary(positions()[rows], spans_2T, in_parts=True)
+    for part, every in zip(found["every layer"], tables["every layer"], strict=True):
+        assert torch.equal(part, every[rows])
 
 
 @table(

@@ -23,10 +23,10 @@ from pronghorn.train.checkpoint.checkpoint import (
     clean_leftovers,
     latest_checkpoint,
     list_checkpoints,
-    load_checkpoint,
     restore_rng,
     save_checkpoint,
 )
+from pronghorn.train.checkpoint.resume import load_checkpoint
 from tables import table
 
 # Round trips
@@ -202,6 +202,7 @@ def test_killed_between_the_two_renames_the_old_one_is_found(tmp_path: Path, mon
 SAVE_FOREVER = """
 import os, torch
 from pronghorn.train.checkpoint.checkpoint import *
+from pronghorn.train.checkpoint.resume import load_checkpoint
 parent = os.getppid()
 def write(folder):
     for part in range(3):

@@ -20,10 +20,10 @@ from pronghorn.train.checkpoint.checkpoint import (
     TENSORS,
     TrainState,
     latest_checkpoint,
-    load_checkpoint,
     save_checkpoint,
     verify_checkpoint,
 )
+from pronghorn.train.checkpoint.resume import load_checkpoint
 from tables import table
 
 # Damage

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 
 from pronghorn.errors import EnvironmentFault
 from pronghorn.train.checkpoint import checkpoint, checkpoint_writer
-from pronghorn.train.checkpoint.checkpoint import TENSORS, TrainState, capture_rng, load_checkpoint, save_checkpoint
+from pronghorn.train.checkpoint.checkpoint import TENSORS, TrainState, capture_rng, save_checkpoint
 from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter
+from pronghorn.train.checkpoint.resume import load_checkpoint
 
 CPU = torch.device("cpu")
 

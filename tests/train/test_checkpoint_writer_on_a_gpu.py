@@ -13,8 +13,9 @@ from checkpoint_samples import snapshot as content_of
 from safetensors.torch import load_file
 from test_checkpoint_writer import Model, model, state, writer_at
 
-from pronghorn.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from pronghorn.train.checkpoint.checkpoint import save_checkpoint
 from pronghorn.train.checkpoint.checkpoint_writer import Written
+from pronghorn.train.checkpoint.resume import load_checkpoint
 
 cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -20,6 +20,7 @@ from watching import RecipeFor, Silent, losses_of
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
+from pronghorn.data.pack.parts import Deal
 from pronghorn.errors import HealthStop, RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
@@ -193,7 +194,7 @@ def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
         optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=0.5, say=print, world=world)
         loader = BatchLoader(
-            table, StepPacking(256, shapes=shapes, deal=(world.rank, world.size)), packs_per_step=3, seed=1, workers=0
+            table, StepPacking(256, shapes=shapes, deal=Deal(world.rank, world.size)), packs_per_step=3, seed=1, workers=0
         )
         results = []
         for batch in islice(loader, 3):
@@ -212,7 +213,7 @@ def test_packs_are_dealt_and_every_rank_knows_the_whole_step() -> None:
     table = random_table(30)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
     loaders = [
-        iter(BatchLoader(table, StepPacking(256, shapes=shapes, deal=deal), packs_per_step=3, seed=1, workers=0))
+        iter(BatchLoader(table, StepPacking(256, shapes=shapes, deal=Deal(*deal)), packs_per_step=3, seed=1, workers=0))
         for deal in ((0, 1), (0, 2), (1, 2), (3, 4))
     ]
     for _ in range(4):

@@ -20,7 +20,10 @@ from pronghorn.errors import RecipeError
 from pronghorn.memory.scaling import scaling
 from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts
+from pronghorn.model.merge_stream import merging
+from pronghorn.model.rank_files import RankFiles, in_rank_files
 from pronghorn.recipe import Recipe
+from pronghorn.train.checkpoint.checkpoint import STATE, TENSORS
 from pronghorn.train.dist.shards import Ring, shard_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
@@ -95,6 +98,11 @@ def copied(recipe: Recipe, end: str) -> Recipe:
 def trained(recipe: Recipe, file: str = "") -> dict[str, torch.Tensor]:
     """Of the last checkpoint; `file`: another one than that of its weights."""
     last = max(Path(recipe.output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    if not file and in_rank_files(last):
+        source = merging(last, recipe, torch.float32)  # as they are exported
+        return {name: tensor for number in range(len(source.layout)) for name, tensor in source.group(number).items()}
+    if file == TENSORS and (last / STATE).is_dir():
+        return load_file(last / TENSORS) | {name: rows[...] for name, rows in RankFiles(last / STATE).items()}
     return load_file(last / (file or ("model" if recipe.method == "full" else "adapter_model") + ".safetensors"))
 
 

@@ -12,15 +12,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from rank_processes import in_ranks
+from torch.distributed.tensor import DTensor
 
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
+from pronghorn.data.pack.parts import Deal
 from pronghorn.model.causal_lm import install
 from pronghorn.model.heads.lm import own_logits
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.model.text_stack import decoder_layers
-from pronghorn.train.dist.expert_shards import trained_shards_of
 from pronghorn.train.dist.fsdp import Fsdp, FsdpShares
 from pronghorn.train.dist.world import World
 from pronghorn.train.step.optim import trainable
@@ -36,7 +37,11 @@ def batches(world: World) -> list[Any]:
     table = random_table(60)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
     loader = BatchLoader(
-        table, StepPacking(256, shapes=shapes, deal=(world.rank, world.size), even=True), packs_per_step=3, seed=1, workers=0
+        table,
+        StepPacking(256, shapes=shapes, deal=Deal(world.rank, world.size), even=True),
+        packs_per_step=3,
+        seed=1,
+        workers=0,
     )
     return list(islice(loader, STEPS))
 
@@ -59,8 +64,7 @@ def ours(world: World, precision: Precision = "fp32", lr: float = 1e-2) -> tuple
     for step_batch in batches(world):
         step.begin(step_batch)
         losses.append(step.finish().loss)
-    shards = trained_shards_of(model)
-    return losses, dict(model.named_parameters()) if shards is None else shards.whole({})[0]
+    return losses, {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
 
 
 def theirs(world: World) -> list[float]:

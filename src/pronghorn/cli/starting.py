@@ -71,9 +71,9 @@ def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
             fix="remove the option; if your scheduler starts one process per machine, run torchrun in that process",
         )
     wanted = _wanted(arguments) if asked else _by_itself(recipe)
+    require_packs(recipe, wanted)
     if wanted == 1:
         return False
-    require_packs(recipe, wanted)
     launch(wanted, [*module("pronghorn.cli"), *arguments.given])
     return True
 
@@ -125,8 +125,11 @@ def _by_itself(recipe: Recipe) -> int:
     there = _there() if _may_be_several() else 1
     if there < 2:
         return 1
-    packs, rows = recipe.step_packs(), recipe.train.batch_rows
-    wanted, why = min(there, packs), f"train.batch_tokens / train.capacity = {counted(packs, 'pack')} per step"
+    packs, rows, context = recipe.step_packs(), recipe.train.batch_rows, recipe.world.context
+    wanted, why = (
+        max(1, min(there // context, packs) * context),
+        f"train.batch_tokens / train.capacity = {counted(packs, 'pack')} per step",
+    )
     if recipe.rollouts is not None:
         wanted, why = min(there, recipe.rollouts.prompts), f"a step has rollouts.prompts: {recipe.rollouts.prompts}"
     if rows:

@@ -35,6 +35,7 @@ from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES, ModelFacts, inspect_model, pick_device, resolve_precision
 from pronghorn.model.lora import PICKLED
 from pronghorn.model.merge_stream import MergedWeights, merging, write_config
+from pronghorn.model.rank_files import in_rank_files
 from pronghorn.model.sharded import write_sharded
 from pronghorn.model.stock import stock_adapter, stock_model
 from pronghorn.recipe import Recipe
@@ -202,13 +203,15 @@ class Scratch:
 
 
 def write_merged(job: Job, folder: Path) -> None:
-    """Shards of 5 GB, a layer in memory at a time."""
-    whole = job.has_adapter or job.options.dtype is not None
+    """Shards of 5 GB, a layer in memory at a time. Weights that several ranks saved are put together, in their own type."""
+    of_ranks = bool(in_rank_files(job.checkpoint))
+    whole = job.has_adapter or job.options.dtype is not None or of_ranks
     if whole:
-        source = merging(job.checkpoint, job.recipe, job.dtype, original=job.options.base == "original")
+        dtype = torch.float32 if of_ranks and job.options.dtype is None else job.dtype
+        source = merging(job.checkpoint, job.recipe, dtype, original=job.options.base == "original")
         job.trained.set_padding(source.model)
         write_sharded(folder, source, job.report, label="merging")
-        write_config(source, folder, job.dtype)
+        write_config(source, folder, dtype)
     copy_files(job.checkpoint, folder, lambda name: not (whole and name.startswith(("adapter_", "model"))))
 
 

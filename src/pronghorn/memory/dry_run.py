@@ -316,6 +316,7 @@ class _Batch(NamedTuple):
     entries: int
     typical: int
     graphed: bool
+    context: int = 1
 
 
 _SMALL = _Batch(64, 64, 2, 32, graphed=False)
@@ -332,11 +333,29 @@ class Held(NamedTuple):
     lent: int  # bytes of keys and values that later layers read, which are among those that it saves
 
 
+class _Others:
+    """Ranks that share packs, without bytes. The first has the last piece, and so gradients of all keys and values."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, whole: Tensor, part: Tensor) -> _Others:
+        return self
+
+    def scatter_sum(self, part: Tensor, whole: Tensor) -> _Others:
+        return self
+
+    def wait(self) -> None: ...
+
+
 def _documents(engine: FastCausalLM, batch: _Batch) -> Documents:
     with torch.device("meta"):
-        sizes = {"T": batch.tokens, "E": batch.entries}
-        pack = PackedDocuments.blank(sizes, "meta", longest=batch.tokens, typical=batch.typical)
-        return Documents.of(pack, engine.positions)
+        sizes, others = {"T": batch.tokens, "E": batch.entries}, _Others(batch.context)
+        facts: dict[str, Any] = {"longest": batch.tokens * batch.context, "typical": batch.typical}
+        pack = PackedDocuments.blank(sizes, "meta", part=(others.rank, others.size), **facts)
+        return Documents.of(pack, engine.positions, others)
 
 
 @torch.no_grad()
@@ -377,7 +396,7 @@ def _forget_weights(layer: DecoderLayer) -> None:
 
 
 def held(job: Job, level: Level, pieces: int = 1, *, kind: int = 0, last: bool = False) -> Held:
-    batch = _Batch(job.capacity, job.rows, job.entries, job.attended, job.graphed)
+    batch = _Batch(job.capacity, job.rows, job.entries, job.attended, job.graphed, job.context)
     return _held(_key(job), kind, batch, level, pieces if level != "nothing" else 1, last)
 
 

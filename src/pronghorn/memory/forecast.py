@@ -58,11 +58,11 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        return None if self.hours is None or self.price is None else self.hours * self.price
+        return None if self.hours is None or self.price is None else self.hours * self.price * self.plan.problem.job.context
 
     @property
     def cost_of_a_billion(self) -> float | None:
-        return None if self.price is None else 1e9 / self.tokens_per_second / 3600 * self.price
+        return None if self.price is None else 1e9 / self.tokens_per_second / 3600 * self.price * self.plan.problem.job.context
 
     def as_dict(self) -> dict[str, Any]:
         job = self.plan.problem.job
@@ -94,6 +94,10 @@ class Forecast:
         method = job.method + (", GEMMs in FP8" if job.compute == "fp8" and job.method != "fp8" else "")
         lines = [
             f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.sold_as}",
+            *(
+                [f"context     {job.context} such GPUs share each pack; gathering keys and values is not timed"]
+                * (job.context > 1)
+            ),
             *([f"assumes     {_assumption(plan)}"] if self.assumed_host and plan.host_bytes else []),
             "",
             *picture(plan.choices),
@@ -205,7 +209,7 @@ def max_context_report(
     room, budget = HOST_BYTES if host is None else host, parse_budget(recipe.memory.budget, chosen.memory)
     problem = problem_of(job, predicted_costs(job, chosen), budget, room)
     if not (tokens := max_context(problem)):
-        make_plan(with_one_document(problem, STEP))  # raises, with what would work
+        make_plan(with_one_document(problem, STEP * job.context))  # raises, with what would work
     longer = with_one_document(problem, tokens)
     longer = replace(longer, costs=predicted_costs(longer.job, chosen))
     plan, assumed, paid = make_plan(longer), host is None, chosen.price if price is None else price
@@ -223,7 +227,7 @@ def job_of(
     recipe: Recipe, config: HFConfig, gpu: Gpu | None = None, *, attended: int | None = None, loss_share: float = 1.0
 ) -> Job:
     """`gpu`: the one that it is planned for; None: an H200."""
-    capacity, targets = recipe.train.capacity, recipe.lora.targets
+    capacity, targets = recipe.train.capacity // recipe.world.context, recipe.lora.targets
     step = max(16, capacity // 16)  # loss rows are padded to sixteenths: data/pack/batches.py
     rows = min(capacity, -(-int(capacity * loss_share) // step) * step)
     job = Job(
@@ -236,6 +240,8 @@ def job_of(
         compute="fp8" if recipe.fp8 else "bf16",
         loss_rows=rows,
         optimizer=recipe.train.optimizer,
+        graphed=recipe.world.context == 1,
+        context=recipe.world.context,
         storage=recipe.stored_as,
         head=recipe.objective.kind.head,
         target=target_of(gpu or find_gpu("h200")),

@@ -107,6 +107,7 @@ class Job:
     host_embeddings: bool = False  # frozen ones that no head shares wait in pinned host memory, read over the link
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
     ranks: int = 1  # that the weights are spread over (world.shard), with what is trained of them
+    context: int = 1  # ranks that share a pack (world.context), of which `capacity` and `loss_rows` are a rank's
     only_experts: bool = False  # whether those are the experts alone
     head: str = "lm"  # a name of model/heads/
     target: Target = H200  # its chip decides which kernels there are

@@ -214,7 +214,8 @@ class _Case:
             (_part(size) * 2 * FP32 * (trained - own), size),
             (_part(replicas) * 2 * FP32 * own / group, size),
             (_part(group) * self.packs * of_pack, group),
-            (_part(context) * self.packs * 3 * capacity * self.keys_and_values, context),  # gradients go back, too
+            # forward and backward; gradients go back in fp32
+            (_part(context) * self.packs * (2 + FP32 / job.element) * capacity * self.keys_and_values, context),
         ]
 
 

@@ -38,11 +38,12 @@ from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.lora_modules import why_only_peft
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Elsewhere
+from pronghorn.model.layers.shared_pack import Group
 from pronghorn.model.layers.types import Beside, Documents, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.text_stack import backbone, inner_of
-from pronghorn.packs import PackedBatch
+from pronghorn.packs import WHOLE, PackedBatch
 
 T = TypeVar("T")
 ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
@@ -97,6 +98,7 @@ class FastCausalLM:
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # shared by the layers that offload
+        self.context: Group | None = None  # ranks that share packs
         self.shards: Shards | None = None  # of weights that are spread over ranks; the layers have it, too
         self.prepared = 0  # how often
         self.rebuilt = 0  # how often buffers that the layers read were rebuilt: a graph captured before reads freed ones
@@ -182,15 +184,22 @@ class FastCausalLM:
         return load.balanced(h_TD)
 
     def load_of(
-        self, labels_N: Tensor | None = None, spans_2T: Tensor | None = None, rows: Tensor | None = None
+        self,
+        labels_N: Tensor | None = None,
+        spans_2T: Tensor | None = None,
+        rows: Tensor | None = None,
+        tokens: int | None = None,
     ) -> RouterStats | None:
         """Router statistics of a training forward. `labels_N` (of all tokens or of `rows`), `spans_2T`: of a pack with padding
-        at its end."""
+        at its end. `tokens`: how many come before it, where others have some of the labels."""
         if not self.expert_layers or not torch.is_grad_enabled():
             return None
         real_T = real_rows = None
         if labels_N is not None and spans_2T is not None:
-            real_T = padding_mask(labels_N, rows, spans_2T, IGNORED)
+            if tokens is None:
+                real_T = padding_mask(labels_N, rows, spans_2T, IGNORED)
+            else:
+                real_T = (torch.arange(spans_2T.shape[1], device=labels_N.device) < tokens).float()
             real_rows = None if rows is None else (labels_N != IGNORED).float()
         return RouterStats(
             len(self.expert_layers),
@@ -289,9 +298,9 @@ class FastCausalLM:
 
     def packed_rows(self, pack: PackedBatch) -> PackedRows:
         """One packed batch through the layers, metadata built by the loader."""
-        documents, labels_N = Documents.of(pack, self.positions), pack.row_labels
+        documents, labels_N = Documents.of(pack, self.positions, self.context), pack.row_labels
         loss_rows = None if pack.every_row else pack.loss_rows
-        load = self.load_of(labels_N, documents.spans_2T, loss_rows)
+        load = self.load_of(labels_N, documents.spans_2T, loss_rows, None if pack.part == WHOLE else pack.tokens)
         h_ND = self.hidden(self.embed(pack.ids_T), replace(documents, load=load), loss_rows)
         return PackedRows(h_ND, labels_N, documents.grad_buffer, load)
 

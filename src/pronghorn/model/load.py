@@ -26,6 +26,7 @@ from pronghorn.model.formats.checkpoint import load_stored, published_format, re
 from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.heads import HEADS, auto_class, require_head
 from pronghorn.model.lora import PICKLED, add_adapter
+from pronghorn.model.rank_files import in_rank_files
 from pronghorn.model.text_stack import decoder_layers, keep_softcap, set_cache
 from pronghorn.model.weight_files import stored_weights, wrong_weights
 from pronghorn.recipe import Recipe
@@ -130,13 +131,16 @@ def load_model(
     storage: str = "bf16",
     progress: Callable[[str, int, int], None] | None = None,
     keep: Callable[[str, torch.nn.Module], None] | None = None,
+    experts: Callable[[int], slice] | None = None,
     head: str = "lm",
     seed: int = 0,
 ) -> PreTrainedModel:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
     `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored. `keep`: gets each decoder
-    layer before it goes to the device, or as soon as it is quantized there, and need not leave it whole (model/shards.py).
+    layer as soon as it is read, in host memory, or quantized on the device, and before the next one is; it need not leave it
+    whole (model/shards.py). Files that are not read layer by layer (formats/checkpoint.py) it gets from a model that is whole.
+    `experts`: of so many of a layer, those that `keep` needs.
     `head`: a name of model/heads/; drawn from the seed where the files have none.
     """
     _refuse_unreadable_folder(name)
@@ -151,11 +155,18 @@ def load_model(
     def with_head(model: HFModel) -> Any:
         return HEADS[head].attach(model, seed, device)
 
-    if row.quantize is not None:
-        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep, head=with_head))
-        model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
-        remember_folder(model, folder)
-        return with_head(model)  # type: ignore[no-any-return]  # a score that was in the files, in float32
+    of_ranks = in_rank_files(folder)
+    if row.quantize is not None or keep or of_ranks:
+        onto = device if row.quantize is not None else torch.device("cpu")
+        options: Any = {"progress": progress, "keep": keep, "experts": experts, "head": with_head}
+        read = guarded(name, lambda: load_stored(folder, row, dtype, onto, **options))
+        if read is not None:
+            read.config._name_or_path = read.name_or_path = place(name)  # adapters name their base by it
+            remember_folder(read, folder)
+            return with_head(read).to(device)  # type: ignore[no-any-return]  # a score that was in the files, in float32
+        if of_ranks:
+            raise _not_read_by_others(name)
+        say_once(f"{name}: every rank reads all weights into host memory, because the files have them in another form")
     mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
 
@@ -187,6 +198,15 @@ def load_model(
     for layer in decoder_layers(model).items() if keep else ():
         keep(*layer)  # type: ignore[misc]
     return with_head(model).to(device)  # type: ignore[no-any-return]  # an LM head that another replaces stays behind
+
+
+def _not_read_by_others(name: str) -> ModelError:
+    return ModelError(
+        what="the checkpoint of several ranks cannot be loaded in fp16",
+        where=name,
+        why="parts of this model stay in float32 then, and only transformers knows which",
+        fix="export the run (pronghorn export RUN --to merged), and load that",
+    )
 
 
 def load_base(recipe: Recipe, dtype: torch.dtype, device: torch.device, **options: Any) -> PreTrainedModel:

@@ -37,6 +37,7 @@ from pronghorn.model.formats.checkpoint import (
     _untie,
     _weight,
     _wide_stack,
+    missing_in,
     published_format,
     refuse_unreadable,
 )
@@ -117,7 +118,8 @@ class MergedWeights:
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self.sources = {key: tied[key] for key in _tied(model) if key in self.shapes}
         elsewhere = self.sources.keys() | self.given.keys()
-        _refuse_missing([key for key in self.shapes if key not in elsewhere], self.stacks, self.shards, self.folder)
+        wanted = (key for key in self.shapes if key not in elsewhere)
+        _refuse_missing(missing_in(self.shards, wanted, self.stacks), self.folder)
         if adapter is not None:
             self._attach(*adapter)
         self.untied = any(key.removesuffix(".weight") in self.adapted for key in self.sources)

@@ -30,12 +30,13 @@ class Positions:
         self._scale = query_scale(config)
         self._long: dict[str, Tensor] = {}  # frequencies of LongRoPE by kind; made by the first batch, before any capture
 
-    def rotary(self, positions_T: Tensor, spans_2T: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """cos and sin, [T, P / 2]. For a layer without RoPE cos is exactly 1, sin 0."""
-        tables = {kind: self._tables(kind, positions_T, spans_2T) for kind in self.kinds}
+    def rotary(self, positions_T: Tensor, spans_2T: Tensor, *, in_parts: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+        """cos and sin, [T, P / 2]. For a layer without RoPE cos is exactly 1, sin 0. `in_parts`: not all rows of the spans are
+        here."""
+        tables = {kind: self._tables(kind, positions_T, spans_2T, in_parts) for kind in self.kinds}
         return {kind: (cos, -sin) for kind, (cos, sin) in tables.items()} if self._turned_back else tables
 
-    def _tables(self, kind: str, positions_T: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor]:
+    def _tables(self, kind: str, positions_T: Tensor, spans_2T: Tensor, in_parts: bool) -> tuple[Tensor, Tensor]:
         if kind == NO_ROPE:
             still = torch.zeros(
                 positions_T.shape[-1], self.head_widths[kind] // 2, dtype=torch.float32, device=positions_T.device
@@ -49,7 +50,9 @@ class Positions:
         if positions_T.dim() > 1 and not sections:
             raise ValueError(f"positions {list(positions_T.shape)}: {type(module).__name__} takes one row")
         if rope_type == "longrope":
-            return self._long_or_short(module, kind, prefix, positions_T, spans_2T)
+            starts_T, ends_T = spans_2T  # the last position of the token's document:
+            last_T = ends_T - starts_T - 1 if in_parts else positions_T.index_select(0, ends_T.clamp(min=1) - 1)
+            return self._long_or_short(module, kind, prefix, positions_T, last_T)
         if rope_type == "dynamic":  # with `alpha` it is static, but transformers 5.17 asks the device for the largest position
             return _turned(positions_T, module.original_inv_freq.to(positions_T.device), module.attention_scaling)
         like = torch.empty(0, dtype=torch.float32, device=positions_T.device)
@@ -67,9 +70,7 @@ class Positions:
         theta = float(kind.removeprefix("theta "))
         return next(m for m in self.backbone.rotary_embs if float(m.config.rope_parameters["rope_theta"]) == theta)
 
-    def _long_or_short(
-        self, module: Any, kind: str, prefix: str, positions_T: Tensor, spans_2T: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _long_or_short(self, module: Any, kind: str, prefix: str, positions_T: Tensor, last_T: Tensor) -> tuple[Tensor, Tensor]:
         """LongRoPE has one set of frequencies for documents up to its first length and one for longer ones. transformers
         takes one set for a whole batch, by its largest position; in a pack each document has its own, as if it were alone."""
         layer_type, device = (kind if prefix else None), positions_T.device
@@ -79,7 +80,6 @@ class Positions:
             initial = ROPE_INIT_FUNCTIONS["longrope"]
             self._long[kind] = initial(module.config, device, seq_len=first_length + 1, layer_type=layer_type)[0].to(device)
         short = getattr(module, f"{prefix}original_inv_freq").to(device)
-        last_T = positions_T.index_select(0, spans_2T[1].clamp(min=1) - 1)  # of the token's document
         frequencies = torch.where((last_T >= first_length)[:, None], self._long[kind][None], short[None])
         return _turned(positions_T, frequencies, getattr(module, f"{prefix}attention_scaling"))
 

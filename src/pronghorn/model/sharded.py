@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -65,15 +65,21 @@ def shards_of(layout: Sequence[dict[str, Tensor]], largest: int = LARGEST) -> li
 
 
 def _shard(name: str, tensors: dict[str, Tensor]) -> Shard:
-    """Wide types first, as safetensors does, so that every tensor begins at a multiple of its items' size."""
+    header, places = header_of(tensors, {"format": "pt"})
+    return Shard(name, places, header)
+
+
+def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """A file's header, and where each tensor lies behind it. Wide types first, as safetensors does, so that every tensor begins
+    at a multiple of its items' size."""
     places, facts, end = {}, {}, 0
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
         places[key] = (end, end + tensor.nbytes)
         facts[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": list(places[key])}
         end += tensor.nbytes
-    text = json.dumps({"__metadata__": {"format": "pt"}, **facts}, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": metadata, **facts}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return Shard(name, places, len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text, places
 
 
 def write_sharded(folder: Path, source: Source, report: Report, *, largest: int = LARGEST, label: str = "merging") -> None:

@@ -136,6 +136,21 @@ def stored_names(model: HFModel, keys: Iterable[str]) -> dict[str, str]:
     return names
 
 
+def conversions(model: HFModel, keys: Iterable[str]) -> list[Any]:
+    """transformers' rules that make weights of this model out of several of the files, or change them. Like transformers, the
+    model remembers the rules that were used, and saves itself as its files are."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = {pattern: rule for rule in rules if isinstance(rule, WeightConverter) for pattern in rule.source_patterns}
+    state, every = model.state_dict(), list(dict.fromkeys(converters.values()))
+    patterns = {rename_source_key(key, renamings, every, model.base_model_prefix, state)[1] for key in keys}
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]
+    return [rule for rule in every if patterns & set(rule.source_patterns)]
+
+
 def copy_processor_files(source: Path, folder: Path) -> None:
     """Copies the image processor's files of a model's folder beside exported weights."""
     for name in PROCESSOR_FILES:

@@ -20,6 +20,7 @@ LONGEST_HEADER = 100_000_000  # safetensors' own limit: a bogus length must not 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LAYER = re.compile(r"\.([0-9]{1,9})\.")
 FILE_NAME = re.compile(r"[\w-][\w.-]*\.safetensors")
+OF_RANKS = re.compile(r"(?:model-)?rank-(?P<rank>\d{5})-of-(?P<ranks>\d{5})\.safetensors")  # rank_files.py
 LFS_POINTER = b"version https://git-lfs"  # git's placeholder for a large file that was not fetched
 
 
@@ -37,7 +38,8 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
     from_hub = folder_of(name) is None
     again = f"delete {folder}; the next run downloads it again" if from_hub else "download it again"
     files = files_to_load(folder)
-    if files and not (any_name or from_hub or (folder / SINGLE).is_file() or (folder / INDEX).is_file()):
+    known = (folder / SINGLE).is_file() or (folder / INDEX).is_file() or OF_RANKS.fullmatch(files[0].name if files else "")
+    if files and not (any_name or from_hub or known):
         others = f"found only: {', '.join(file.name for file in files[:3])}" + ", ..." * (len(files) > 3)
         raise ModelError(
             what=f"neither {SINGLE} nor {INDEX} found",
@@ -66,11 +68,12 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
 
 
 def files_to_load(folder: Path) -> list[Path]:
-    """The files that loading opens, in transformers' order of preference."""
+    """The files that loading opens, in transformers' order of preference; then those of several ranks (rank_files.py)."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
-        return sorted(folder.glob("*.safetensors"))
+        every = sorted(folder.glob("*.safetensors"))
+        return [file for file in every if OF_RANKS.fullmatch(file.name)] or every
     try:
         with (folder / INDEX).open("rb") as file:
             names = set(json.loads(file.read(LONGEST_HEADER))["weight_map"].values())

@@ -87,7 +87,7 @@ def is_valid(run: RunStats, settings: Mapping[str, Any]) -> bool:
         recipe = Recipe.model_validate(changed(run.recipe, settings))
     except ValidationError:
         return False
-    dealt = recipe.train.batch_rows is not None or recipe.step_packs() % run.ranks == 0
+    dealt = recipe.train.batch_rows is not None or recipe.step_packs() * recipe.world.context % run.ranks == 0
     return dealt and (recipe.eval.stop is None or recipe.data.eval is not None)
 
 

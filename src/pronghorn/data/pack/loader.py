@@ -16,6 +16,7 @@ import torch
 
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import Packs, TokenRows, pack, pack_in_order
+from pronghorn.data.pack.parts import ALONE, Deal, part_of
 from pronghorn.data.preference.pair_packing import groups_of, tokens_in
 from pronghorn.packs import PackedBatch
 
@@ -63,36 +64,38 @@ class StepBatch:
 class StepPacking:
     """How packs of rows become the batches of a step.
 
-    With several ranks (`deal`: this one's number, and how many there are) the packs of a step are dealt out in turn. So a step
-    trains on the same packs for any number of ranks, and each rank knows the counts of all. One that gets none has an empty
-    pack; with `even`, so has one that gets fewer than others.
+    With several ranks the packs of a step are dealt out in turn, to groups of ranks where these share packs (`deal`). So a
+    step trains on the same packs for any number of ranks, and each rank knows the counts of all. One that gets none has an
+    empty pack; with `even`, so has one that gets fewer than others.
     """
 
     capacity: int
     pad_id: int = 0
     shapes: Shapes | None = None
     complete: Complete | None = None
-    deal: tuple[int, int] = (0, 1)
+    deal: Deal = ALONE
     even: bool = False
     pin: bool = False
 
     def step(self, table: TokenRows, packs: Sequence[npt.NDArray[np.int64]], after: State, epoch: float) -> StepBatch:
         """`packs`: the row numbers of each."""
-        rank, ranks = self.deal
-        mine, others = packs[rank::ranks], [rows for i, rows in enumerate(packs) if i % ranks != rank]
-        empty = (-(-len(packs) // ranks) if self.even else 1) - len(mine)
+        group, groups = self.deal.group, self.deal.groups
+        mine, others = packs[group::groups], [rows for i, rows in enumerate(packs) if i % groups != group]
+        empty = (-(-len(packs) // groups) if self.even else 1) - len(mine)
         batches = [
             build_batch(table, rows, self.capacity, self.pad_id, self.shapes)
             for rows in (*mine, *[np.zeros(0, np.int64)] * empty)
         ]
         if self.complete is not None:
             batches = [self.complete(batch, table) for batch in batches]
+        parts = [part_of(batch, self.deal.part) for batch in batches]
         if self.pin:
-            batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
+            parts = [batch.map(torch.Tensor.pin_memory) for batch in parts]
         tokens = sum(tokens_in(table, rows) for rows in others)
-        return StepBatch(
-            tuple(batches), table, after, epoch, (tokens, sum(int(table.loss_counts[rows].sum()) for rows in others))
-        )
+        loss_tokens = sum(int(table.loss_counts[rows].sum()) for rows in others)
+        for whole, part in zip(batches, parts, strict=True):  # what ranks have that share packs with this one
+            tokens, loss_tokens = tokens + whole.tokens - part.tokens, loss_tokens + whole.loss_tokens - part.loss_tokens
+        return StepBatch(tuple(parts), table, after, epoch, (tokens, loss_tokens))
 
 
 class Place(NamedTuple):
@@ -165,17 +168,13 @@ class BatchLoader:
 
 
 def evaluation_batches(
-    table: TokenRows,
-    capacity: int,
-    pad_id: int = 0,
-    together: int = 1,
-    deal: tuple[int, int] = (0, 1),
-    few_shapes: bool = False,
+    table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1, deal: Deal = ALONE, few_shapes: bool = False
 ) -> Iterator[PackedBatch]:
     """Every document once, in the table's order as far as packing allows; with several ranks, dealt out to them in turn, to
-    each as many packs as to any other: the last may be empty. `few_shapes`: padded as those of a run are."""
-    packs, (rank, ranks) = pack_in_order(groups_of(table, together), capacity), deal
+    each as many packs as to any other: the last may be empty. A pack that ranks share is not cut yet. `few_shapes`: padded as
+    those of a run are."""
+    packs = pack_in_order(groups_of(table, together), capacity)
     shapes = Shapes.planned(table, packs, capacity) if few_shapes else None
-    for first in range(0, len(packs), ranks):
-        rows = packs[first + rank] if first + rank < len(packs) else packs.order[:0]
+    for first in range(deal.group, -(-len(packs) // deal.groups) * deal.groups, deal.groups):
+        rows = packs[first] if first < len(packs) else packs.order[:0]
         yield build_batch(table, rows, capacity, pad_id, shapes)

@@ -198,7 +198,8 @@ REFUSALS: dict[Backend, Callable[[_Case], str | None]] = {
 class Options(TypedDict, total=False):
     """Options of a call. `lengths`: document lengths on the host, which save the plain-torch backend a synchronization.
     `spans_2T`: where each token's document begins and ends (attention_torch.spans). `prefix_2T`: rows before its own that each
-    token sees too; then both are those of attention_shared.py."""
+    token sees too; then both are those of attention_shared.py. `before`, `bounds_q`: of queries that are a piece of the pack
+    (attention_pieces.py)."""
 
     scale: Required[float]
     window: int | None
@@ -207,6 +208,8 @@ class Options(TypedDict, total=False):
     lengths: tuple[int, ...] | None
     spans_2T: Tensor | None
     prefix_2T: Tensor | None
+    before: int
+    bounds_q: Tensor | None
 
 
 def attention_forward(

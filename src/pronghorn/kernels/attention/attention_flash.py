@@ -1,7 +1,7 @@
 """Attention through flash-attn-4 and through the FlashAttention-2 kernels that torch ships (letters: attention.py).
 
 Both are called below autograd. Both take grouped heads and row-strided tensors. A window of w tokens (i - j < w) is
-`left = w - 1` in their terms.
+`left = w - 1` in their terms. A document may have fewer queries than keys: then its last query sees its last key.
 
 flash-attn-4 (package flash_attn.cute) is written in a Python-embedded language and compiles a kernel in about 6 s on first
 use. On an H200 it is 1.7 to 1.9 times as fast as FlashAttention-2 forward and 1.3 to 2 times backward. It writes gradients
@@ -68,11 +68,11 @@ class Flash4:
     title: ClassVar[str] = "flash-attn-4"
 
     @staticmethod
-    def _options(packed: Packed) -> dict[str, Any]:
+    def _options(packed: Packed, queries: int) -> dict[str, Any]:
         return {
-            "cu_seqlens_q": packed.cu_seqlens,
+            "cu_seqlens_q": packed.cu_seqlens if packed.bounds_q is None else packed.bounds_q,
             "cu_seqlens_k": packed.cu_seqlens,
-            "max_seqlen_q": packed.longest,
+            "max_seqlen_q": min(packed.longest, queries),
             "max_seqlen_k": packed.longest,
             "softmax_scale": packed.scale,
             "causal": True,
@@ -87,7 +87,7 @@ class Flash4:
         if q_TNH.is_meta:
             return _allocated_forward(q_TNH, out)
         module, _ = _flash4()
-        result = module._flash_attn_fwd(q_TNH, k_TKH, v_TKH, out=out, return_lse=True, **Flash4._options(packed))
+        result = module._flash_attn_fwd(q_TNH, k_TKH, v_TKH, out=out, return_lse=True, **Flash4._options(packed, len(q_TNH)))
         return result[0], result[1]
 
     @staticmethod
@@ -100,18 +100,17 @@ class Flash4:
             found = tuple(torch.empty_like(x) for x in done[:3]) if grads is None else grads
             return written(grads, found, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N))
         module, _ = _flash4()
+        options = Flash4._options(packed, len(q_TNH))
         if chunks > 1 and grads is not None and packed.sinks_N is None:
             for i in range(chunks):
                 mine, shared = (slice(i * n // chunks, (i + 1) * n // chunks) for n in (heads, kv_heads))
                 module._flash_attn_bwd(
                     q_TNH[:, mine], k_TKH[:, shared], v_TKH[:, shared], out_TNH[:, mine], dout_TNH[:, mine], lse_NT[mine],
-                    dq=grads[0][:, mine], dk=grads[1][:, shared], dv=grads[2][:, shared], **Flash4._options(packed)
+                    dq=grads[0][:, mine], dk=grads[1][:, shared], dv=grads[2][:, shared], **options
                 )  # fmt: skip
             return (*grads, None)
         dq, dk, dv = grads or (None, None, None)
-        result = module._flash_attn_bwd(
-            q_TNH, k_TKH, v_TKH, out_TNH, dout_TNH, lse_NT, dq=dq, dk=dk, dv=dv, **Flash4._options(packed)
-        )
+        result = module._flash_attn_bwd(q_TNH, k_TKH, v_TKH, out_TNH, dout_TNH, lse_NT, dq=dq, dk=dk, dv=dv, **options)
         return result[0], result[1], result[2], result[3] if packed.sinks_N is not None else None
 
 
@@ -124,8 +123,13 @@ class Flash2:
         return {"scale": packed.scale, "window_size_left": left, "window_size_right": None if left is None else 0}
 
     @staticmethod
+    def _queries(packed: Packed, queries: int) -> tuple[Tensor, int]:
+        """Their bounds, and the most of a document."""
+        return packed.cu_seqlens if packed.bounds_q is None else packed.bounds_q, min(packed.longest, queries)
+
+    @staticmethod
     def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        bounds, longest = packed.cu_seqlens, packed.longest
+        bounds, longest_q = Flash2._queries(packed, len(q_TNH))
         result = (
             _allocated_forward(q_TNH, None)
             if q_TNH.is_meta
@@ -134,9 +138,9 @@ class Flash2:
                 k_TKH,
                 v_TKH,
                 bounds,
-                bounds,
-                longest,
-                longest,
+                packed.cu_seqlens,
+                longest_q,
+                packed.longest,
                 0.0,
                 packed.window is None,
                 False,
@@ -153,7 +157,7 @@ class Flash2:
 
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
-        bounds, longest = packed.cu_seqlens, packed.longest
+        bounds, longest_q = Flash2._queries(packed, len(dout_TNH))
         no_dropout = torch.empty(2, dtype=torch.uint64, device=dout_TNH.device)  # random state, not read
         unused = torch.empty(0, device=dout_TNH.device)
         if dout_TNH.is_meta:
@@ -161,7 +165,11 @@ class Flash2:
             _allocated_backward(done, packed)
         else:
             found = torch.ops.aten._flash_attention_backward(
-                dout_TNH, *done, bounds, bounds, longest, longest, 0.0, packed.window is None, no_dropout, unused,
-                **Flash2._options(packed),
+                dout_TNH, *done, bounds, packed.cu_seqlens, longest_q, packed.longest, 0.0, packed.window is None,
+                no_dropout, unused, **Flash2._options(packed),
             )  # fmt: skip
+            if packed.before:  # it writes those of its documents alone
+                unseen_J = torch.arange(len(found[1]), device=bounds.device) < packed.cu_seqlens[0]
+                for grad in found[1:3]:
+                    grad.masked_fill_(unseen_J[:, None, None], 0.0)
         return written(grads, found, sink_gradients(dout_TNH, done.out_TNH, done.lse_NT, packed.sinks_N))

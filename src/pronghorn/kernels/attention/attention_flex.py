@@ -38,24 +38,30 @@ def block_mask(packed: Packed, tokens: int, device: torch.device) -> Any:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    window = packed.window
-    rows = torch.arange(tokens, device=device, dtype=torch.int32)
-    document_T = torch.searchsorted(packed.cu_seqlens, rows, right=True, out_int32=True)  # counted from 1
+    window, before = packed.window, packed.before
+    keys = torch.arange(before + tokens, device=device, dtype=torch.int32)
+    document_J = torch.searchsorted(packed.cu_seqlens, keys, right=True, out_int32=True)  # counted from 1
 
     def seen(_batch: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        allowed = (document_T[i] == document_T[j]) & (i >= j)
-        return allowed if window is None else allowed & (i - j < window)
+        row = i + before
+        allowed = (document_J[row] == document_J[j]) & (row >= j)
+        return allowed if window is None else allowed & (row - j < window)
 
-    first_row = rows[::BLOCK]
-    first_key = packed.cu_seqlens[document_T[::BLOCK] - 1]
+    first_row = keys[before::BLOCK]
+    first_key = packed.cu_seqlens[document_J[before::BLOCK] - 1]
     if window is not None:
         first_key = torch.maximum(first_key, first_row - (window - 1))
-    blocks = torch.arange(first_row.numel(), device=device, dtype=torch.int32)
+    blocks = torch.arange(-(-keys.numel() // BLOCK), device=device, dtype=torch.int32)
     first_block = first_key // BLOCK
-    counts = blocks - first_block + 1
-    indices = (first_block[:, None] + blocks[None, :]).clamp_max(first_row.numel() - 1).to(torch.int32)
+    last_block = (first_row + (BLOCK - 1)).clamp_max(keys.numel() - 1) // BLOCK
+    counts = last_block - first_block + 1
+    indices = (first_block[:, None] + blocks[None, :]).clamp_max(blocks.numel() - 1).to(torch.int32)
     return BlockMask.from_kv_blocks(
-        counts.to(torch.int32)[None, None], indices[None, None], BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens)
+        counts.to(torch.int32)[None, None],
+        indices[None, None],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(tokens, keys.numel()),
     )
 
 

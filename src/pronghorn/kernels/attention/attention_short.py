@@ -77,9 +77,9 @@ class Tiles(NamedTuple):
         """Whether a program processes two: their number is even, and a tile holds all query heads of one."""
         return self.pair and kv_heads % 2 == 0 and self.pack(group) == group
 
-    def options(self, tokens: int, pack: int, width: int) -> dict[str, Any]:
+    def options(self, tokens: int, queries: int, pack: int, width: int) -> dict[str, Any]:
         """Compile-time options. WHOLE: no tile crosses the end of the pack or of a head, so no load needs a mask."""
-        whole = tokens % max(self.rows, self.keys) == 0 and width == _padded(width)
+        whole = all(rows % max(self.rows, self.keys) == 0 for rows in (tokens, queries)) and width == _padded(width)
         return {"BM": self.rows, "BN": self.keys, "PACK": pack, "STAGES": self.stages, "WHOLE": whole}
 
 
@@ -167,9 +167,27 @@ def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.
 
 
 @jit
-def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):
+def _behind(pointer, before, row_stride):
+    """Where row 0 would be, of rows of which the first one is `before`. None: whole packs, for which it compiles to nothing."""
+    if before is not None:
+        pointer -= tl.cast(before, tl.int64) * row_stride
+    return pointer
+
+
+@jit
+def _rows_from(before, row):
+    """How many rows there are from `before` to `row`; 0 where it comes first."""
+    if before is not None:
+        row = tl.maximum(row - before, 0)
+    return row
+
+
+@jit
+def _query_rows(block, first_head, before, BM: tl.constexpr, PACK: tl.constexpr):
     """(the block's first token, the token and the head of each row)"""
     first = block * (BM // PACK)
+    if before is not None:
+        first += before
     return first, first + tl.arange(0, BM) // PACK, first_head + tl.arange(0, BM) % PACK
 
 
@@ -203,8 +221,9 @@ def _online_softmax(scores, factor, values, largest, total, result, PRECISION: t
 
 @jit
 def _store_attention(
-    out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr, HAS_SINKS: tl.constexpr
-):
+    out, out_row, lse, sinks, token, head, column, inside, largest, total, result, queries, H: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """Adds the sinks, divides by the total, stores."""
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
@@ -215,12 +234,12 @@ def _store_attention(
         largest = larger
     total = tl.where(inside, total, 1.0)
     _store(out, token, out_row, head, column, inside, result / total[:, None], None, None, H, False)
-    tl.store(lse + head.to(tl.int64) * T + token, largest + tl.log2(total) / LOG2E, mask=inside)
+    tl.store(lse + head.to(tl.int64) * queries + token, largest + tl.log2(total) / LOG2E, mask=inside)
 
 
 @jit
 def _forward_kernel(
-    q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, prefix, sinks, scale, softcap, T, H: tl.constexpr,
+    q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, prefix, sinks, scale, softcap, T, before, H: tl.constexpr,
     HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr, SHARED: tl.constexpr,
@@ -228,7 +247,8 @@ def _forward_kernel(
     EXACT: tl.constexpr = PRECISION == "ieee"
     ABREAST: tl.constexpr = 2 * PACK if PAIR else PACK  # query heads a program
     first_head = tl.program_id(0) % (HEADS // ABREAST) * ABREAST
-    first, token, head = _query_rows(tl.program_id(0) // (HEADS // ABREAST), first_head, BM, PACK)
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // ABREAST), first_head, before, BM, PACK)
+    q, out, lse = _behind(q, before, q_row), _behind(out, before, out_row), _behind(lse, before, 1)
     kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
@@ -271,22 +291,25 @@ def _forward_kernel(
         if PAIR:
             largest2, total2, result2 = _online_softmax(scores2, factor, values2, largest2, total2, result2, PRECISION)
         key, k_places, v_places = next_keys(key, k_places, k_row, v_places, v_row, block, turn, gap, BN, SHARED)
-    _store_attention(out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H, HAS_SINKS)
+    there = _rows_from(before, T)
+    _store_attention(out, out_row, lse, sinks, token, head, column, inside, largest, total, result, there, H, HAS_SINKS)
     if PAIR:
         head2 = head + GROUP
-        _store_attention(out, out_row, lse, sinks, token, head2, column, inside, largest2, total2, result2, T, H, HAS_SINKS)
+        _store_attention(out, out_row, lse, sinks, token, head2, column, inside, largest2, total2, result2, there, H, HAS_SINKS)
 
 
 @jit
 def _dq_kernel(
     dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, prefix, dq, dq_row, cos, sin, scale,
-    softcap, T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    softcap, T, before, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
     first_head = tl.program_id(0) % (HEADS // PACK) * PACK
-    first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, BM, PACK)
+    first, token, head = _query_rows(tl.program_id(0) // (HEADS // PACK), first_head, before, BM, PACK)
+    q, dout, out = _behind(q, before, q_row), _behind(dout, before, dout_row), _behind(out, before, out_row)
+    dq, norms, lse = _behind(dq, before, dq_row), _behind(norms, before, 2 * HEADS), _behind(lse, before, 1)
     kv_head = first_head // GROUP
     inside = token < T
     column = tl.arange(0, HP)
@@ -294,7 +317,7 @@ def _dq_kernel(
     douts = _rows(_places(dout, token, dout_row, head, column, H), inside, column, H, WHOLE)
     outs = _rows(_places(out, token, out_row, head, column, H), inside, column, H, WHOLE)
     deltas = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
-    norm = as_power(tl.load(lse + head.to(tl.int64) * T + token, mask=inside, other=0.0), EXACT)
+    norm = as_power(tl.load(lse + head.to(tl.int64) * _rows_from(before, T) + token, mask=inside, other=0.0), EXACT)
     place = norms + (token.to(tl.int64) * HEADS + head) * 2
     tl.store(place, norm, mask=inside)
     tl.store(place + 1, deltas, mask=inside)
@@ -327,7 +350,7 @@ def _dq_kernel(
 @jit
 def _dkdv_kernel(
     dout, dout_row, q, q_row, k, k_row, v, v_row, norms, starts, ends, prefix, dk, dk_row, dv, dv_row, cos, sin, scale,
-    softcap, T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    softcap, T, before, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -344,9 +367,11 @@ def _dkdv_kernel(
     values = _rows(_places(v, key, v_row, kv_head, column, H), there, column, H, WHOLE)
     end = tl.load(ends + key, mask=there, other=0)
     last = last_row(ends, end, first_key, T, WINDOW, BN, SHARED)
-    begin = first_key // TOKENS
-    blocks = tl.cdiv(last, TOKENS) - begin
-    _, token, head = _query_rows(begin, kv_head * GROUP, BM, PACK)
+    begin = _rows_from(before, first_key) // TOKENS
+    blocks = tl.cdiv(_rows_from(before, last), TOKENS) - begin
+    _, token, head = _query_rows(begin, kv_head * GROUP, before, BM, PACK)
+    q, dout = _behind(q, before, q_row), _behind(dout, before, dout_row)
+    norms = _behind(norms, before, HEADS)
     q_places = _places(q, token, q_row, head, column, H)
     dout_places = _places(dout, token, dout_row, head, column, H)
     norm_places = norms + token.to(tl.int64) * HEADS + head
@@ -401,16 +426,17 @@ class Short:
 
     @staticmethod
     def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        T, heads, width = q_TNH.shape
+        T, (tokens, heads, width) = len(k_TKH), q_TNH.shape
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
-        lse_NT = torch.empty(heads, T, dtype=torch.float32, device=q_TNH.device)
+        lse_NT = torch.empty(heads, tokens, dtype=torch.float32, device=q_TNH.device)
         options = Short._options(q_TNH, k_TKH, packed)
         tiles = config_for(width, q_TNH.dtype, chip_of(q_TNH.device)).forward
         pack, pair = tiles.pack(options["GROUP"]), tiles.pairs(options["GROUP"], k_TKH.shape[1])
-        _forward_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(T, tiles.rows // pack),)](
+        _forward_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(tokens, tiles.rows // pack),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
             packed.spans_of(T)[0], packed.prefix_2T, packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
-            **options, **tiles.options(T, pack, width), HAS_SINKS=packed.sinks_N is not None, PAIR=pair, num_warps=tiles.warps,
+            packed.before or None, **options, **tiles.options(T, tokens, pack, width), HAS_SINKS=packed.sinks_N is not None,
+            PAIR=pair, num_warps=tiles.warps,
         )  # fmt: skip
         return out_TNH, lse_NT
 
@@ -420,9 +446,9 @@ class Short:
     ) -> Grads:
         """`rotated`: RoPE's cos and sin, [T, H / 2]; dq and dk are then the gradients before RoPE."""
         q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
-        T, heads, width = q_TNH.shape
+        T, (tokens, heads, width) = len(k_TKH), q_TNH.shape
         dq, dk, dv = grads or done.empty_grads()
-        norms_TN2 = torch.empty(T, heads, 2, dtype=torch.float32, device=lse_NT.device)  # lse as a power, and delta
+        norms_TN2 = torch.empty(tokens, heads, 2, dtype=torch.float32, device=lse_NT.device)  # lse as a power, and delta
         starts_T, ends_T = packed.spans_of(T)
         options = Short._options(q_TNH, k_TKH, packed)
         options["UNROTATE"] = rotated is not None
@@ -431,15 +457,17 @@ class Short:
         inputs = (dout_TNH, dout_TNH.stride(0), q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0))
         tiles = config.dq
         pack = tiles.pack(options["GROUP"])
-        _dq_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
+        _dq_kernel[(heads // pack * triton.cdiv(tokens, tiles.rows // pack),)](
             *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, packed.prefix_2T, dq, dq.stride(0), cos,
-            sin, packed.scale, softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+            sin, packed.scale, softcap, T, packed.before or None, **options, **tiles.options(T, tokens, pack, width),
+            num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
         pack = tiles.pack(options["GROUP"])
         _dkdv_kernel[(k_TKH.shape[1] * triton.cdiv(T, tiles.keys),)](
             *inputs, norms_TN2.view(torch.int64), starts_T, ends_T, packed.prefix_2T, dk, dk.stride(0), dv, dv.stride(0), cos,
-            sin, packed.scale, softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+            sin, packed.scale, softcap, T, packed.before or None, **options, **tiles.options(T, tokens, pack, width),
+            num_warps=tiles.warps,
         )  # fmt: skip
         return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
 

@@ -38,10 +38,22 @@ class Packed:
     spans_2T: Tensor | None = None
     prefix_2T: Tensor | None = None  # the rows before its own that each token sees too (attention_shared.py)
     unseen_LL: Tensor | None = None  # of one document, what its rows do not see, in the place of causality and window
+    # Of queries that are a piece of the pack (attention_pieces.py): rows of keys before the first one, and their own bounds.
+    # Documents without queries have no keys, and nobody writes their gradients.
+    before: int = 0
+    bounds_q: Tensor | None = None
 
     def spans_of(self, tokens: int) -> Tensor:
         """[2, T]: where each token's document begins and ends; the caller's, who made it once per batch, or a new one."""
         return spans(self.cu_seqlens, tokens) if self.spans_2T is None else self.spans_2T
+
+    def queries(self, rows: slice) -> slice:
+        """Where the queries of these rows of the pack lie."""
+        return slice(rows.start - self.before, rows.stop - self.before)
+
+    def first_query(self, start: int) -> int | None:
+        """The first row with a query of the document that begins there; None: its own first row."""
+        return self.before if start < self.before else None
 
     def documents(self) -> Iterator[tuple[int, int]]:
         """(first row, row after the last) of each document that has tokens, on the host."""
@@ -109,14 +121,14 @@ class PlainTorch:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
         lse_NT = torch.empty(q_TNH.shape[1::-1], dtype=compute_dtype(q_TNH), device=q_TNH.device)
         for start, end in packed.documents():
-            forward_document(q_TNH, k_TKH, v_TKH, packed, start, end, out_TNH, lse_NT)
+            forward_document(q_TNH, k_TKH, v_TKH, packed, start, end, out_TNH, lse_NT, packed.first_query(start))
         return out_TNH, lse_NT
 
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
         found = grads or done.empty_grads()
         for start, end in packed.documents():
-            backward_document(dout_TNH, done, packed, start, end, found)
+            backward_document(dout_TNH, done, packed, start, end, found, packed.first_query(start))
         return (*found, sink_gradients(dout_TNH, done.out_TNH, done.lse_NT, packed.sinks_N))
 
 
@@ -127,11 +139,12 @@ def forward_document(
     """Attention of the rows `start : end`, which see nothing else. `first`: only of the rows from there on."""
     rows = slice(start, end)
     if first is None and _has_torch_kernel(q_TNH, packed, end - start):
+        own = packed.queries(rows)
         out_KGLH, lse_KGL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_grouped(q_TNH[rows], k_TKH[rows], v_TKH[rows]), 0.0, True, scale=packed.scale
+            *_grouped(q_TNH[own], k_TKH[rows], v_TKH[rows]), 0.0, True, scale=packed.scale
         )
-        out_TNH[rows] = out_KGLH.permute(2, 0, 1, 3).flatten(1, 2)
-        lse_NT[:, rows] = lse_KGL.flatten(0, 1)
+        out_TNH[own] = out_KGLH.permute(2, 0, 1, 3).flatten(1, 2)
+        lse_NT[:, own] = lse_KGL.flatten(0, 1)
     else:
         for block, keys in _blocks(start, end, packed.window, first):
             _forward_block(q_TNH, k_TKH, v_TKH, packed, block, keys, out_TNH, lse_NT)
@@ -145,13 +158,14 @@ def backward_document(
     dq_TNH, dk_TKH, dv_TKH = grads
     rows = slice(start, end)
     if first is None and _has_torch_kernel(q_TNH, packed, end - start):
-        q, k, v = _grouped(q_TNH[rows], k_TKH[rows], v_TKH[rows])
-        dout, out = (_heads_first(x[rows], k_TKH.shape[1]) for x in (dout_TNH, out_TNH))
-        lse = lse_NT[:, rows].reshape(q.shape[:3])
+        own = packed.queries(rows)
+        q, k, v = _grouped(q_TNH[own], k_TKH[rows], v_TKH[rows])
+        dout, out = (_heads_first(x[own], k_TKH.shape[1]) for x in (dout_TNH, out_TNH))
+        lse = lse_NT[:, own].reshape(q.shape[:3])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, True, scale=packed.scale
         )
-        dq_TNH[rows] = dq.permute(2, 0, 1, 3).flatten(1, 2)
+        dq_TNH[own] = dq.permute(2, 0, 1, 3).flatten(1, 2)
         dk_TKH[rows] = dk.sum(1).transpose(0, 1)
         dv_TKH[rows] = dv.sum(1).transpose(0, 1)
     else:
@@ -193,7 +207,7 @@ def _blocks(start: int, end: int, window: int | None, first: int | None = None) 
 def _scores(q_TNH: Tensor, k_TKH: Tensor, packed: Packed, block: slice, keys: slice) -> tuple[Tensor, Tensor]:
     """Scores [K, G, rows, keys] of a block, soft-capped, not masked; and the mask of invisible ones [rows, keys]."""
     dtype = compute_dtype(q_TNH)
-    q_KGRH = _heads_first(q_TNH[block], k_TKH.shape[1]).to(dtype) * packed.scale
+    q_KGRH = _heads_first(q_TNH[packed.queries(block)], k_TKH.shape[1]).to(dtype) * packed.scale
     k_KHJ = k_TKH[keys].permute(1, 2, 0).to(dtype)
     scores = (q_KGRH.flatten(1, 2) @ k_KHJ).view(*q_KGRH.shape[:3], -1)
     if packed.softcap is not None:
@@ -217,8 +231,9 @@ def _forward_block(
         lse_KGR = torch.logaddexp(lse_KGR, sinks_KG1)
     probabilities = scores.sub_(lse_KGR[..., None]).exp_()
     out_KGRH = (probabilities.flatten(1, 2) @ v_TKH[keys].transpose(0, 1).to(scores.dtype)).view(*scores.shape[:3], -1)
-    out_TNH[block] = out_KGRH.permute(2, 0, 1, 3).flatten(1, 2).to(out_TNH.dtype)
-    lse_NT[:, block] = lse_KGR.flatten(0, 1)
+    own = packed.queries(block)
+    out_TNH[own] = out_KGRH.permute(2, 0, 1, 3).flatten(1, 2).to(out_TNH.dtype)
+    lse_NT[:, own] = lse_KGR.flatten(0, 1)
 
 
 def _backward_blocks(
@@ -236,9 +251,10 @@ def _backward_blocks(
     dv_KLH = torch.zeros_like(dk_KLH)
     for block, keys in _blocks(start, end, packed.window, first):
         scores, unseen = _scores(q_TNH, k_TKH, packed, block, keys)
-        lse_KGR = lse_NT[:, block].view(scores.shape[:3])
+        own = packed.queries(block)
+        lse_KGR = lse_NT[:, own].view(scores.shape[:3])
         probabilities = (scores - lse_KGR[..., None]).exp_().masked_fill_(unseen, 0.0)
-        dout_KXH, q_KXH = (_heads_first(x[block], kv_heads).to(dtype).flatten(1, 2) for x in (dout_TNH, q_TNH))
+        dout_KXH, q_KXH = (_heads_first(x[own], kv_heads).to(dtype).flatten(1, 2) for x in (dout_TNH, q_TNH))
         local = slice(keys.start - start, keys.stop - start)
         dv_KLH[:, local] += probabilities.flatten(1, 2).transpose(1, 2) @ dout_KXH
         dscores = (dout_KXH @ v_TKH[keys].permute(1, 2, 0).to(dtype)).view(*scores.shape[:3], -1)
@@ -250,6 +266,6 @@ def _backward_blocks(
         dscores_KXJ = dscores.flatten(1, 2)
         dk_KLH[:, local] += dscores_KXJ.transpose(1, 2) @ q_KXH
         dq_KGRH = (dscores_KXJ @ k_TKH[keys].transpose(0, 1).to(dtype)).view(*scores.shape[:3], -1)
-        dq_TNH[block] = dq_KGRH.permute(2, 0, 1, 3).flatten(1, 2).to(dq_TNH.dtype)
+        dq_TNH[own] = dq_KGRH.permute(2, 0, 1, 3).flatten(1, 2).to(dq_TNH.dtype)
     dk_TKH[start:end] = dk_KLH.transpose(0, 1).to(dk_TKH.dtype)
     dv_TKH[start:end] = dv_KLH.transpose(0, 1).to(dv_TKH.dtype)

@@ -1,13 +1,16 @@
-"""Loads a model with quantized weights: quantized in the checkpoint already, or here as they are read, tensor by tensor.
+"""Loads a model tensor by tensor, the decoder layers first. Its weights are quantized in the checkpoint already, or here as
+they are read; or they stay in 16 or 32 bits, for a rank that keeps a part of each layer.
 
-Each tensor is read straight to the device, so there is never more than the result and one wide weight, and nothing on the host.
-Weights are cast to the compute dtype before they are quantized, as transformers with bitsandbytes does.
+What is quantized is read straight to the device, so there is never more than the result and one wide weight, and nothing on the
+host. Weights are cast to the compute dtype before they are quantized, as transformers with bitsandbytes does. What is not goes
+through the host's memory, a layer at a time: a tensor whose type need not change is a view of the file, of which only the pages
+that a rank keeps are read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from pronghorn.errors import ModelError, counted
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.config import empty_model, generation_config, read_config, stays_wide
-from pronghorn.model.formats.experts import StoredExperts, stored_experts_
+from pronghorn.model.formats.experts import StoredExperts, stacks_in, stored_experts_
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
-from pronghorn.model.text_stack import beside_text, decoder_layers, is_beside, keep_softcap, set_cache, stored_names
+from pronghorn.model.rank_files import RankFiles, in_rank_files
+from pronghorn.model.text_stack import (
+    beside_text,
+    conversions,
+    decoder_layers,
+    is_beside,
+    keep_softcap,
+    set_cache,
+    stored_names,
+)
 from pronghorn.model.weight_files import files_to_load, wrong_weights
 
 Progress = Callable[[str, int, int], None]
@@ -84,6 +97,10 @@ class Shards:
         self.folder, self.device = folder, device
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
+        self.rows = RankFiles(folder) if in_rank_files(folder) else None  # by the model's own names
+        if self.rows is not None:
+            self.file_of, self.stored_as = dict.fromkeys(self.rows, ""), {}
+            return
         for file in files_to_load(folder):
             self.file_of |= dict.fromkeys(self._opened(file.name).keys(), file.name)
         self.stored_as = stored_names(model, self.file_of)
@@ -116,6 +133,8 @@ class Shards:
 
     def get(self, key: str) -> Tensor:
         name = self._name(key)
+        if self.rows is not None:
+            return self.rows[name][...].to(self.device)
         tensor: Tensor = self._opened(self.file_of[name]).get_tensor(name)
         return tensor
 
@@ -135,65 +154,122 @@ def load_stored(
     progress: Progress | None = None,
     keep: Callable[[str, nn.Module], None] | None = None,
     head: Callable[[Any], Any] = lambda model: model,
-) -> PreTrainedModel:
+    experts: Callable[[int], slice] | None = None,
+) -> PreTrainedModel | None:
     """Linears that a 4-bit checkpoint has in 16 bits stay in 16 bits: whoever made it left them out. `keep` is called with
     each decoder layer as soon as its weights are read, and may keep a part of it (model/shards.py). `head` gives the empty
-    model another head before anything is read (heads/); what it makes is not looked for in the files."""
+    model another head before anything is read (heads/); what it makes is not looked for in the files. `experts`: of so many,
+    which are read in 16 bits, beside the first; the others' memory is not touched. None: in 16 bits, transformers does
+    something to these files that this reader does not know."""
     config = read_config(str(folder))
     refuse_unreadable(config, storage, str(folder))
     published = FORMATS.get(published_format(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it asks for bitsandbytes
     model: HFModel = head(empty_model(str(folder), config, dtype))
-    shards, experts = Shards(folder, device, model), stored_experts_(model, storage)
-    _untie(model, shards)
-    linears, beside = {full: (parent, name) for parent, name, full, _ in linears_of(model, nn.Linear)}, beside_text(model)
-    tied = _tied(model)
-    keys = dict.fromkeys([key for key, parameter in model.named_parameters() if parameter.is_meta])
-    keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
-    stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in module.quantized}
-    _refuse_missing([key for key in keys if key not in tied], stacks, shards, folder)
+    reading = _Reading(model, storage, published, dtype, Shards(folder, device, model), experts or slice)
+    if storage.quantize is None and reading.why_not_wide():
+        return None
+    reading.refuse_missing()
+    _fill_computed_buffers(model, reading.keys, device)
     layers = decoder_layers(model) if keep else {}
-    layer_of = {key: layer for layer in layers for key in keys if key.startswith(f"{layer}.")}
-    to_come = Counter(layer_of.values())
-    for done, key in enumerate(keys):
-        owner, _, leaf = key.rpartition(".")
-        if key in stacks:
-            _read_stack(shards, key, stacks[key], dtype)
-        elif key in shards and leaf == "weight" and owner in linears:
-            parent, name = linears[owner]
-            # The head's loss wants 16 bits, and text does not go through a vision tower.
-            wide = bool(set(storage.wide) & {owner, name}) or is_beside(owner, beside)
-            weight = _weight(shards.parts(key), storage, published, wide, dtype, f"{folder}: {key}")
-            if isinstance(weight, Tensor):
-                _place(model, owner, leaf, weight, dtype, folder)
-            else:
-                _require_shape(weight.shape, model.get_parameter(key).shape, key, folder)
-                module = StoredLinear(weight)
-                module.bias = getattr(parent, name).bias  # still to come, if there is one
-                setattr(parent, name, module)
-        elif key in shards:
-            _place(model, owner, leaf, shards.get(key), dtype, folder)
+    layer_of = {key: layer for layer in layers for key in reading.keys if key.startswith(f"{layer}.")}
+    to_come, label = Counter(layer_of.values()), "loading weights" + f" in {storage.title}" * (storage.quantize is not None)
+    # Embeddings and head stay whole until all layers are read, so they come last.
+    for done, key in enumerate(sorted(reading.keys, key=lambda key: key not in layer_of)):
+        reading.read(key)
         if keep and (layer := layer_of.get(key)):
             to_come[layer] -= 1
             if not to_come[layer]:
                 keep(layer, model.get_submodule(layer))
         if progress:
-            progress(f"loading weights in {storage.title}", done + 1, len(keys))
+            progress(label, done + 1, len(reading.keys))
+    if storage.quantize is not None:
+        _require_stored(model, storage, folder)
+        model.requires_grad_(False)
+    model.tie_weights()
+    _require_all_loaded(model)
+    model.generation_config = generation_config(str(folder), folder)
+    set_cache(model, False)
+    keep_softcap(model)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+class _Reading:
+    """An empty model, whose weights are read one by one."""
+
+    def __init__(
+        self,
+        model: HFModel,
+        storage: Format,
+        published: Format | None,
+        dtype: torch.dtype,
+        shards: Shards,
+        own: Callable[[int], slice],
+    ) -> None:
+        self.model, self.storage, self.published, self.dtype, self.shards = model, storage, published, dtype, shards
+        self.own = own
+        found = {name: module for name, module in model.named_modules() if stacks_in(module)}
+        experts: dict[str, Any] = found if storage.quantize is None else stored_experts_(model, storage)
+        self.stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in stacks_in(module)}
+        _untie(model, shards)
+        self.linears = {full: (parent, name) for parent, name, full, _ in linears_of(model, nn.Linear)}
+        self.beside, self._tied = beside_text(model), _tied(model)
+        keys = [key for key, parameter in model.named_parameters() if parameter.is_meta]
+        self.keys = list(dict.fromkeys(keys + [key for key, _ in model.named_buffers() if key in model.state_dict()]))
+
+    def _missing(self) -> list[str]:
+        return missing_in(self.shards, (key for key in self.keys if key not in self._tied), self.stacks)
+
+    def refuse_missing(self) -> None:
+        _refuse_missing(self._missing(), self.shards.folder)
+
+    def why_not_wide(self) -> str:
+        """What transformers does to these files, read in 16 or 32 bits, that is not done here: more than other names and
+        stacks of experts."""
+        if self.published:
+            return "they are dequantized"
+        if self.dtype == torch.float16 and self.model._keep_in_fp32_modules:
+            return "some stay in float32 in fp16, but not in bf16"
+        for rule in conversions(self.model, self.shards.file_of) if self.shards.rows is None else ():
+            if not _stacks_experts(rule):
+                return f"{rule.source_patterns[0]} is converted"
+        return next((f"{key} has another name" for key in self._missing()), "")
+
+    def read(self, key: str) -> None:
+        owner, _, leaf = key.rpartition(".")
+        where = self.shards.folder
+        if key in self.stacks and self.storage.quantize is not None:
+            _read_stack(self.shards, key, self.stacks[key], self.dtype)
+        elif key in self.stacks:
+            shape = tuple(getattr(self.stacks[key], leaf).shape)
+            stack = _wide_stack(self.shards, key, shape, self.dtype, self.own(shape[0]))
+            _place(self.model, owner, leaf, stack, None, where)
+        elif key in self.shards and leaf == "weight" and owner in self.linears and self.storage.quantize is not None:
+            parent, name = self.linears[owner]
+            # The head's loss wants 16 bits, and text does not go through a vision tower.
+            wide = bool(set(self.storage.wide) & {owner, name}) or is_beside(owner, self.beside)
+            weight = _weight(self.shards.parts(key), self.storage, self.published, wide, self.dtype, f"{where}: {key}")
+            if isinstance(weight, Tensor):
+                _place(self.model, owner, leaf, weight, self.dtype, where)
+                return
+            _require_shape(weight.shape, self.model.get_parameter(key).shape, key, where)
+            module = StoredLinear(weight)
+            module.bias = getattr(parent, name).bias  # still to come, if there is one
+            setattr(parent, name, module)
+        elif key in self.shards:
+            others = None if self.storage.quantize is None else self.dtype
+            _place(self.model, owner, leaf, self.shards.get(key), others, where)
+
+
+def _require_stored(model: HFModel, storage: Format, folder: Path) -> None:
     if not any(True for _ in stored_modules(model)):
         raise ModelError(
             what=f"no linear layer of this model can be stored in {storage.title}",
             where=str(folder),
-            why=f"{config.model_type} has no supported linear layers",
+            why=f"{model.config.model_type} has no supported linear layers",
             fix="set method: lora (in Python: load_in_4bit=False)",
         )
-    model.tie_weights()
-    _fill_computed_buffers(model, device)
-    model.generation_config = generation_config(str(folder), folder)
-    set_cache(model, False)
-    keep_softcap(model)
-    model.requires_grad_(False)
-    return model.eval()  # type: ignore[no-any-return]
 
 
 # What checkpoints call an expert's parts of a stack, where each has tensors of its own: Qwen's, then Mixtral's.
@@ -202,6 +278,15 @@ PARTS = {
     "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
 }
+
+
+def _stacks_experts(rule: Any) -> bool:
+    """Whether a rule of transformers makes a stack of experts' tensors as `_wide_stack` does."""
+    name = rule.target_patterns[0].rpartition(".")[2]
+    parts = tuple(source.removesuffix(".weight").rpartition(".")[2] for source in rule.source_patterns)
+    stacked, *joined = rule.operations
+    below = all(type(step) is Concatenate and step.dim == 1 for step in joined)
+    return type(stacked) is MergeModulelist and below and parts in PARTS.get(name, ())
 
 
 def _single(shards: Shards, key: str, expert: int) -> list[str]:
@@ -229,12 +314,18 @@ def _read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.d
     experts.quantize(name, _wide_stack(shards, key, tuple(experts._parameters[name].shape), dtype))  # type: ignore[union-attr]
 
 
-def _wide_stack(shards: Shards, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """In the family's own layout."""
+def _wide_stack(shards: Shards, key: str, shape: tuple[int, ...], dtype: torch.dtype, own: slice | None = None) -> Tensor:
+    """In the family's own layout. `own`: only these experts, and the first, by which ranks tell models apart."""
+    wanted = sorted({0, *range(shape[0])[own or slice(None)]})
     if key in shards:
-        return _wide(shards.get(key), shape, key).to(dtype)
-    whole: Tensor | None = None
-    for expert in range(shape[0]):
+        stored = _wide(shards.get(key), shape, key)
+        if stored.dtype == dtype or len(wanted) == shape[0]:
+            return stored.to(dtype)
+        whole: Tensor | None = torch.empty(shape, dtype=dtype, device=stored.device)
+        whole[wanted] = stored[wanted].to(dtype)  # type: ignore[index]
+        return whole  # type: ignore[return-value]
+    whole = None
+    for expert in wanted:
         names = _single(shards, key, expert)
         if not names:
             raise wrong_weights(f"expert {expert} of {key} is not in its files", why="the files are not complete")
@@ -258,9 +349,12 @@ def _wide(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
     return weight
 
 
-def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: Shards, folder: Path) -> None:
+def missing_in(shards: Shards, keys: Iterable[str], stacks: Collection[str]) -> list[str]:
     """`stacks`: the keys of stacks of experts, which may be stored in other ways."""
-    missing = [key for key in keys if key not in shards and not (key in stacks and _has_stack(shards, key))]
+    return [key for key in keys if key not in shards and not (key in stacks and _has_stack(shards, key))]
+
+
+def _refuse_missing(missing: Sequence[str], folder: Path) -> None:
     if missing:
         others = f" (and {counted(len(missing) - 1, 'more weight')})" if len(missing) > 1 else ""
         why = "the weights do not belong to config.json, or have different names"
@@ -293,14 +387,16 @@ def _require_shape(found: Any, asked: Any, key: str, folder: Path | str = "") ->
         raise wrong_weights(f"{key} has the shape {tuple(found)} instead of {tuple(asked)}", folder)
 
 
-def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch.dtype, folder: Path) -> None:
+def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch.dtype | None, folder: Path) -> None:
+    """`dtype`: of a quantized model's other weights; None: they are loaded as transformers does."""
     module = model.get_submodule(owner)
     before = getattr(module, leaf)
     _require_shape(tensor.shape, before.shape, f"{owner}.{leaf}", folder)
-    floats = torch.float32 if stays_wide(model, f"{owner}.{leaf}") else dtype
+    floats = torch.float32 if stays_wide(model, f"{owner}.{leaf}") else dtype or before.dtype
     tensor = tensor.to(floats if before.is_floating_point() else before.dtype)
     if leaf in module._parameters:
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        trains = dtype is None and tensor.is_floating_point()
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=trains)
     else:
         module._buffers[leaf] = tensor
 
@@ -324,28 +420,32 @@ def _is_unset(buffer: Tensor) -> Tensor:
     return torch.isnan(buffer) if buffer.is_floating_point() else buffer == -1
 
 
-def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation, which for a vision
-    tower is the tower's. It also initialises weights, so those are restored afterwards."""
-    family = {"": model}
+def _fill_computed_buffers(model: PreTrainedModel, keys: Collection[str], device: torch.device) -> None:
+    """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation of their module, or
+    of the model around it; for a vision tower it is the tower's. It also initialises weights, so they are read afterwards."""
+    family, empty, keys = {"": model}, dict[str, Tensor](), set(keys)
     for name, module in model.named_modules():
         above = family[name.rpartition(".")[0]]
         family[name] = module if isinstance(module, PreTrainedModel) else above
-        empty = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-        for key, buffer in empty.items():
-            module._buffers[key] = torch.full_like(buffer, float("nan") if buffer.is_floating_point() else -1, device=device)
-        if empty:
-            weights = [(parameter, parameter.detach().clone()) for parameter in module.parameters() if not parameter.is_meta]
-            family[name]._init_weights(module)
-            for parameter, value in weights:
-                parameter.data.copy_(value)
-            if any(bool(_is_unset(module._buffers[key]).any()) for key in empty):  # type: ignore[arg-type]
-                raise ModelError(
-                    what=f"{name}.{next(iter(empty))} is in no file and cannot be computed",
-                    where=model.config.model_type,
-                    why="this model family initializes it in an unsupported way",
-                    fix="use method: lora",
-                )
+        for key, buffer in module._buffers.items():
+            full = f"{name}.{key}".lstrip(".")
+            if buffer is not None and buffer.is_meta and full not in keys:
+                unset = float("nan") if buffer.is_floating_point() else -1
+                empty[full] = module._buffers[key] = torch.full_like(buffer, unset, device=device)
+    around = [name for name, module in family.items() if module is model.get_submodule(name)] if empty else []
+    for name in dict.fromkeys([*(full.rpartition(".")[0] for full in empty), *around]):
+        family[name]._init_weights(model.get_submodule(name))
+    for full in empty:
+        if bool(_is_unset(model.get_buffer(full)).any()):
+            raise ModelError(
+                what=f"{full} is in no file and cannot be computed",
+                where=model.config.model_type,
+                why="this model family initializes it in an unsupported way",
+                fix="use method: lora",
+            )
+
+
+def _require_all_loaded(model: PreTrainedModel) -> None:
     left = [key for key, parameter in model.named_parameters() if parameter is not None and parameter.is_meta]
     if left:
         raise ModelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,9 +15,11 @@ from pronghorn.model.families import (
     INPUT_OUT_NORM,
     MLPS,
     activation_name,
+    family_of,
     input_width,
     layer_type,
     shares_keys,
+    text_config,
 )
 from pronghorn.model.family import HYBRID, BesideNorms, Family, Norms
 from pronghorn.model.formats.linear import StoredLinear
@@ -46,7 +47,7 @@ LATENT = "latent attention"  # in the place of every layer type
 MAMBA = "Mamba-2"  # in the place of linear_attention
 PARALLEL = "attention beside the MLP"  # in the place of either kind of attention
 SHARED = "shared keys"  # likewise
-MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
+MIXERS: dict[str, type[Mixer]] = {  # by layer type
     LATENT: LatentAttention,
     "full_attention": Attention,
     "sliding_attention": Attention,
@@ -57,6 +58,30 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     PARALLEL: ParallelAttention,
     SHARED: SharedKeys,
 }
+
+
+def mixer_of(family: Family, config: HFConfig, index: int) -> type[Mixer] | None:
+    """The kind of a layer's mixer; None: it has an MLP alone."""
+    kind = LATENT if family.latent else layer_type(config, index)
+    if kind == "linear_attention" and family.names.mamba:
+        kind = MAMBA
+    if shares_keys(config, index):
+        kind = SHARED
+    if family.parallel:
+        kind = PARALLEL
+    return None if kind in MLPS else MIXERS[kind]
+
+
+def why_not_in_parts(config: HFConfig) -> str:
+    """Why ranks cannot share the packs of such a model, if they cannot."""
+    config = text_config(config)
+    family = family_of(config)
+    mixers = [mixer_of(family, config, index) for index in range(config.num_hidden_layers)]
+    if whole := next((mixer for mixer in mixers if mixer and not mixer.in_parts), None):
+        return f"the model has {whole.title}, which goes from token to token through a whole document"
+    if family.experts and getattr(config, "output_router_logits", False):
+        return "the routers' auxiliary loss (output_router_logits in the model's config) counts all tokens of a pack"
+    return ""
 
 
 def build_layer(
@@ -87,14 +112,8 @@ def build_layer(
     names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
     activation = activation_name(config)
     around = Around(norm("before_attention"), norm("after_attention"), multiplier)
-    kind = LATENT if family.latent else layer_type(config, index)
-    if kind == "linear_attention" and names.mamba:
-        kind = MAMBA
-    if shares_keys(config, index):
-        kind = SHARED
-    if family.parallel:
-        kind = PARALLEL
-    mixer = None if kind in MLPS else MIXERS[kind](layer, family, config, index, around, group)
+    build_mixer: Any = mixer_of(family, config, index)
+    mixer = build_mixer and build_mixer(layer, family, config, index, around, group)
     if mixer is not None and (family.halves or family.parallel):
         return DecoderLayer(layer, index, mixer, None, below)
     of_gate, of_down = getattr(config, family.mlp_factors) if family.mlp_factors else (1.0, 1.0)

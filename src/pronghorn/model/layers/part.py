@@ -161,6 +161,8 @@ class Mixer(Part):
     """Between `into`, the linears after the norm, and `out`, its output projection: `mix` and `mix_backward`."""
 
     input = "h"
+    title: ClassVar[str] = "attention"  # as messages name it
+    in_parts: ClassVar[bool] = False  # whether ranks can share a pack: of other rows it reads keys and values alone
     recomputed_from: ClassVar[str]  # a name that is saved unless all of it is to be recomputed
     rope: str | None = None  # which of the model's cos and sin tables it reads (families.rope_kind)
     head_width = 0

@@ -15,9 +15,10 @@ from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.conv.shared_prompts import SharedPrompts, shared_prompts
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
+from pronghorn.model.layers.shared_pack import Group, SharedPack
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import RouterStats
-from pronghorn.packs import PackedDocuments
+from pronghorn.packs import WHOLE, PackedDocuments
 
 T = TypeVar("T")
 Inputs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # q, k, v out of what linears made, and `spans_2T`
@@ -80,6 +81,7 @@ class Documents:
     grad_buffer: GradBuffer = field(default_factory=GradBuffer)
     guard: Guard | None = None  # where other code may run between forward and backward
     cache: Cache | None = None  # of answers that are being generated: mixers read it and add to it
+    context: SharedPack | None = None  # of a pack that ranks share: the rows here are this rank's, documents are the pack's
     leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd, for captured layers
     given: Mapping[str, Tensor] = field(default_factory=dict)  # what this layer reads beside the residual stream, by name
 
@@ -89,10 +91,15 @@ class Documents:
         return self.chunks_S2
 
     @classmethod
-    def of(cls, pack: PackedDocuments, positions: Positions) -> Documents:
-        """`positions`: the model's. On the pack's device, without synchronization."""
-        tokens, prefix_2T, shared = pack.sizes["T"], None, None
-        if pack.prompt_of_S is None:
+    def of(cls, pack: PackedDocuments, positions: Positions, group: Group | None = None) -> Documents:
+        """`positions`: the model's. `group`: the ranks that share packs. On the pack's device, without synchronization."""
+        tokens, prefix_2T, shared, context = pack.sizes["T"], None, None, None
+        if pack.part != WHOLE:
+            assert group is not None, "a part of a pack, and nobody has the others"
+            assert (group.rank, group.size) == pack.part
+            context = SharedPack.of(group, pack.cu_seqlens, tokens)
+            spans_2T = context.spans_2T
+        elif pack.prompt_of_S is None:
             spans_2T = spans(pack.cu_seqlens, tokens)
         else:
             spans_2T, prefix_2T = shared_spans(pack.cu_seqlens, pack.prompt_of_S, tokens)
@@ -100,13 +107,14 @@ class Documents:
         return cls(
             pack.cu_seqlens,
             pack.longest,
-            positions.rotary(pack.positions_T, spans_2T),
+            positions.rotary(pack.positions_T, spans_2T, in_parts=context is not None),
             spans_2T,
             pack.typical or tokens // max(1, len(pack.cu_seqlens) - 1),
             prefix_2T=prefix_2T,
             shared=shared,
             query_scale_T=positions.query_scale(pack.positions_T),
             chunks_S2=positions.chunks(pack.cu_seqlens, tokens),
+            context=context,
         )
 
 

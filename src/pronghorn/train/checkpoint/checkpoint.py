@@ -3,6 +3,7 @@
     checkpoint-N/
       (the model's files)             written by the caller: PEFT's adapter layout, or a Hugging Face model folder
       training_state.safetensors      optimizer moments and whatever else is a tensor
+      training_state/                 of a run whose weights ranks shard: moments, in a file of each rank (model/rank_files.py)
       manifest.json                   version, step, size and SHA-256 of every file, recipe, values, RNG state, own SHA-256
 
 Saving writes `.checkpoint-N.tmp-PID`, syncs every file, writes and syncs the manifest, syncs the folder, renames it, syncs
@@ -22,7 +23,7 @@ import random
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MANIFEST = "manifest.json"
-TENSORS = "training_state.safetensors"
+TENSORS, STATE = "training_state.safetensors", "training_state"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # Kept free beyond the estimate: the manifest (40 kB), the file system's own blocks, log and report, which grow meanwhile.
 LEAST_MARGIN, MOST_MARGIN = 1_000_000, 64_000_000
@@ -53,7 +54,7 @@ class TrainState:
     """Everything beside the model's own files."""
 
     step: int
-    tensors: dict[str, torch.Tensor]  # names like "optimizer/exp_avg/<parameter>"
+    tensors: Mapping[str, Any]  # names like "optimizer/exp_avg/<parameter>"; tensors, or Rows that are read when asked for
     values: dict[str, Any]  # plain JSON: schedule, data cursor, early stopping, scaler, ...
     recipe: dict[str, Any]  # plain JSON: recipe.model_dump(mode="json")
     rng: dict[str, Any] = field(default_factory=dict)  # capture_rng()
@@ -79,7 +80,7 @@ def save_checkpoint(
     def fill(folder: Path) -> None:
         write_model(folder)
         refuse_foreign(_file_names(folder))
-        save_file(_storable(state.tensors), folder / TENSORS)
+        save_file(storable(state.tensors), folder / TENSORS)
 
     needed_bytes += sum(tensor.nbytes for tensor in state.tensors.values())
     beside = (best_step, stable_step)
@@ -114,25 +115,44 @@ def write_checkpoint(
     checkpoints stay, and do not count."""
     if keep < 1:
         raise ValueError(f"keep is {keep}; the newest checkpoint is always kept")
-    final = run / f"checkpoint-{manifest['step']}"
-    with _disk_faults(run, f"cannot write {final.name}"):
-        clean_leftovers(run)
-        require_free_disk(run, needed_bytes + margin_bytes(needed_bytes), final.name, then=what_resumes(run))
-        folder = run / f".{final.name}.tmp-{os.getpid()}"
-        try:
-            folder.mkdir()
+    folder = begin_checkpoint(run, manifest["step"], needed_bytes)
+    try:
+        with disk_faults(run, f"cannot write checkpoint-{manifest['step']}"):
             fill(folder)
-            files = {name: _sealed(folder / name) for name in _file_names(folder)}
-            (folder / MANIFEST).write_text(_as_text(_with_checksum(manifest | {"files": files})), encoding="utf-8")
-            _sync(folder / MANIFEST)
-            for inner in [path for path in folder.rglob("*") if path.is_dir()]:
-                _sync(inner)
-            _sync(folder)
-            _put_in_place(folder, final)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)  # gone already, unless something failed
+        return finish_checkpoint(folder, manifest, {}, keep=keep, beside=beside)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # gone already, unless something failed
+
+
+def begin_checkpoint(run: Path, step: int, needed_bytes: int, unique: str = "") -> Path:
+    """A folder to write into. `unique`: digits that no other start of the run uses, where several ranks do."""
+    name = f"checkpoint-{step}"
+    with disk_faults(run, f"cannot write {name}"):
+        clean_leftovers(run)
+        require_free_disk(run, needed_bytes + margin_bytes(needed_bytes), name, then=what_resumes(run))
+        folder = run / f".{name}.tmp-{os.getpid()}{unique}"
+        folder.mkdir()
+        return folder
+
+
+def finish_checkpoint(
+    folder: Path, manifest: dict[str, Any], others: dict[str, Any], *, keep: int, beside: Collection[int | None]
+) -> Path:
+    """The folder gets its manifest and its name. `others`: files that other ranks wrote and synced, as they describe them."""
+    run, final = folder.parent, folder.parent / f"checkpoint-{manifest['step']}"
+    with disk_faults(run, f"cannot write {final.name}"):
+        for name, expected in others.items():
+            if (there := (folder / name).stat().st_size) != expected["bytes"]:
+                raise OSError(f"{name} has {there} bytes here, and {expected['bytes']} where it was written")
+        own = {name: _sealed(folder / name) for name in _file_names(folder) if name not in others}
+        (folder / MANIFEST).write_text(_as_text(_with_checksum(manifest | {"files": own | others})), encoding="utf-8")
+        _sync(folder / MANIFEST)
+        for inner in [path for path in folder.rglob("*") if path.is_dir()]:
+            _sync(inner)
+        _sync(folder)
+        _put_in_place(folder, final)
         older = _older_ones(run, final, keep, beside)
-    with _disk_faults(run, f"{final.name} is written, but an older checkpoint cannot be removed"):
+    with disk_faults(run, f"{final.name} is written, but an older checkpoint cannot be removed"):
         for path in older:
             _remove(path)
     return final
@@ -169,29 +189,22 @@ def latest_checkpoint(run: Path) -> Path | None:
     return next(reversed(list_checkpoints(run)), None)
 
 
-def load_checkpoint(path: Path) -> TrainState:
-    """Check size and SHA-256 of every file, then read; CheckpointError says what is damaged and what to use instead."""
-    from safetensors.torch import load_file
-
-    manifest = verify_checkpoint(path)
+def verify_checkpoint(path: Path, *, content: bool = True) -> dict[str, Any]:
+    """The manifest of an intact checkpoint; CheckpointError otherwise. Without `content`, sizes are looked at, and no sums."""
     try:
-        tensors = load_file(path / TENSORS)
-    except (OSError, SafetensorError) as error:  # its sum is right: it was forged, or the disk fails
-        raise CheckpointError(
-            "cannot read the checkpoint's tensors", where=str(path / TENSORS), why=str(error), fix=way_out(path)
-        ) from error
-    return TrainState(
-        step=manifest["step"], tensors=tensors, values=manifest["values"], recipe=manifest["recipe"], rng=manifest["rng"]
-    )
-
-
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """The manifest of an intact checkpoint; CheckpointError otherwise."""
-    try:
-        return _intact_manifest(path)
+        return _intact_manifest(path, content=content)
     except _DamageError as damage:
         kind = OtherVersionError if damage.what == _OTHER_VERSION else CheckpointError
         raise kind(damage.what, where=str(damage.file), why=damage.why, fix=way_out(path)) from damage
+
+
+def is_intact(file: Path, expected: dict[str, Any]) -> bool:
+    """Whether a file is what a manifest says of it."""
+    try:
+        _check_file(file, expected, content=True)
+    except _DamageError:
+        return False
+    return True
 
 
 def copy_checkpoint(path: Path, to: Path, changed: dict[str, Any]) -> None:
@@ -252,7 +265,7 @@ def restore_rng(rng: dict[str, Any]) -> None:
 # Writing
 
 
-def _storable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """safetensors stores contiguous tensors that share no memory: copy those that are not, and only those."""
     seen: set[int] = set()
     storable = {}
@@ -333,7 +346,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk_faults(run: Path, what: str) -> Iterator[None]:
+def disk_faults(run: Path, what: str) -> Iterator[None]:
     """A failing disk is the environment's fault, also when safetensors reports it in its own way."""
     try:
         yield
@@ -386,7 +399,7 @@ class _DamageError(Exception):
         self.file, self.what, self.why = file, what, why
 
 
-def _intact_manifest(path: Path) -> dict[str, Any]:
+def _intact_manifest(path: Path, *, content: bool = True) -> dict[str, Any]:
     if not path.is_dir():
         raise _DamageError(path, "checkpoint not found", "the folder does not exist")
     manifest = _read_manifest(path)
@@ -399,7 +412,7 @@ def _intact_manifest(path: Path) -> dict[str, Any]:
         if not Path(name).name.startswith("."):
             raise _DamageError(path / name, "the checkpoint contains an unknown file", f"{MANIFEST} does not list it")
     for name, expected in listed.items():
-        _check_file(path / name, expected)
+        _check_file(path / name, expected, content=content)
     return manifest
 
 
@@ -442,14 +455,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return body
 
 
-def _check_file(file: Path, expected: dict[str, Any]) -> None:
+def _check_file(file: Path, expected: dict[str, Any], *, content: bool) -> None:
     try:
         size = file.stat().st_size
         if size != expected["bytes"]:
             raise _DamageError(
                 file, "the checkpoint is damaged: a file has the wrong size", f"{size} bytes, expected {expected['bytes']}"
             )
-        if _sha256(file) != expected["sha256"]:
+        if content and _sha256(file) != expected["sha256"]:
             raise _DamageError(
                 file, "the checkpoint is damaged: a file's content changed", f"its SHA-256 differs from the one in {MANIFEST}"
             )

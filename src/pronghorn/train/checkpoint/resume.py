@@ -11,23 +11,33 @@ import difflib
 import os
 import shlex
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, counted
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, ModelError, counted
+from pronghorn.model.rank_files import RankFiles
 from pronghorn.recipe import Recipe, why_fixed
 from pronghorn.train.checkpoint.checkpoint import (
     MANIFEST,
+    STATE,
+    TENSORS,
     OtherVersionError,
     TrainState,
+    is_intact,
+    latest_checkpoint,
     list_checkpoints,
-    load_checkpoint,
     restore_rng,
     step_of,
+    verify_checkpoint,
     way_out,
 )
 from pronghorn.train.checkpoint.longer import LENGTH, as_longer, is_longer, is_stable
+from pronghorn.train.dist.world import World
 from pronghorn.train.run.evaluate import Progress
 from pronghorn.train.source import kind_of
 from pronghorn.train.step.spikes import losses_of
@@ -61,15 +71,54 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
         raise _not_ours(path, error) from error
 
 
+def load_checkpoint(path: Path, *, content: bool = True) -> TrainState:
+    """Check size and SHA-256 of every file, then read; CheckpointError says what is damaged and what to use instead."""
+    manifest = verify_checkpoint(path, content=content)
+    try:
+        tensors: dict[str, Any] = load_file(path / TENSORS)
+        tensors |= RankFiles(path / STATE) if (path / STATE).is_dir() else {}
+    except (OSError, SafetensorError, ModelError) as error:  # its sum is right: it was forged, or the disk fails
+        raise CheckpointError(
+            "cannot read the checkpoint's tensors", where=str(path / TENSORS), why=str(error), fix=way_out(path)
+        ) from error
+    return TrainState(
+        step=manifest["step"], tensors=tensors, values=manifest["values"], recipe=manifest["recipe"], rng=manifest["rng"]
+    )
+
+
+def found_intact(run: Path, world: World) -> Path | None:
+    """The newest checkpoint, if several ranks, of which each reads some of its files, find it intact."""
+
+    def newest() -> tuple[str, dict[str, Any]] | None:
+        found = latest_checkpoint(run) if world.size > 1 else None
+        with suppress(CheckpointError):
+            return None if found is None else (found.name, verify_checkpoint(found, content=False)["files"])
+        return None
+
+    if (told := world.on_writer(newest)) is None:
+        return None
+    name, files = told
+    mine = sorted(files, key=lambda file: files[file]["bytes"])[world.rank :: world.size]
+    damaged = sum(not is_intact(run / name / file, files[file]) for file in mine)
+    return None if world.total(damaged)[0] else run / name
+
+
 def find_checkpoint(
-    recipe: Recipe, run: Path, *, allow: Collection[str] = (), say: Callable[[str], None] = lambda _: None
+    recipe: Recipe,
+    run: Path,
+    *,
+    allow: Collection[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+    content: bool = True,
+    intact: Path | None = None,
 ) -> tuple[Path, TrainState] | None:
-    """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock."""
+    """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock.
+    `content`: whether to check sums, for which every byte is read, but of the one that is known to be `intact`."""
     damaged: list[tuple[Path, CheckpointError]] = []
     decayed: tuple[Path, TrainState, dict[str, str]] | None = None  # the newest that a longer run does not go on from
     for path in reversed(list_checkpoints(run)):
         try:
-            state = load_checkpoint(path)
+            state = load_checkpoint(path, content=content and path != intact)
             then = described(path, state.recipe, state.values)
             _require_rng(path, state)
         except OtherVersionError:

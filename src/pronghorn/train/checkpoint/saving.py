@@ -1,6 +1,7 @@
 """A run's checkpoints: what its first one needs is tried before step 1, and each is copied, written and told of here.
 
-A run that trains an adapter does not wait for its checkpoints (checkpoint_writer.py); full fine-tuning writes them itself.
+A run that trains an adapter does not wait for its checkpoints (checkpoint_writer.py); full fine-tuning writes them itself, and
+where ranks shard its weights each writes its own (sharded_saving.py).
 No checkpoint holds a number that is not finite: it is refused, and the one before stays (health.py).
 """
 
@@ -30,7 +31,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import TrainState, capture_rng, list_checkpoints, margin_bytes, save_checkpoint
 from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter, Snapshot
 from pronghorn.train.checkpoint.resume import set_aside
-from pronghorn.train.dist.expert_shards import trained_shards_of
+from pronghorn.train.dist.expert_shards import ExpertShards, trained_shards_of
 from pronghorn.train.run.run_folder import require_free_disk
 from pronghorn.train.setup.setup import Session
 from pronghorn.train.step.health import not_finite, refused_checkpoint
@@ -75,8 +76,8 @@ class Saver:
     """`with saver_of(...) as saver`: before the first step. Here, of a rank that does not write: it only keeps count.
     `saved_step`: the last one that is on disk, or on its way."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        self._session, self._folder = session, folder
+    def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages) -> None:
+        self._session, self._folder, self._log, self._stages = session, folder, log, stages
         self.saved_step = session.resumed_from
         self.checkpoint: Path | None = folder / f"checkpoint-{session.step}" if session.resumed_from else None
         # Whether the run has to finish every step it began before it saves.
@@ -113,25 +114,48 @@ class Saver:
 
     def withdraw(self, step: int) -> None:
         """The weights of this step turned out to be spoilt: a checkpoint of it is nothing to go on from."""
+        path = self._folder / f"checkpoint-{step}"
+        if self._session.world.writes and self.saved_step == step and path.is_dir():
+            aside = set_aside(path)
+            self._log.write("notice", text=f"{path.name} holds the weights that broke the run; it is renamed to {aside.name}")
+            self.checkpoint = None
 
     def _whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Trained weights and moments, by name; where ranks have parts of them, all take part, and the writer gets them."""
         session, moments = self._session, optimizer_tensors(self._session.optimizer, self._session.model)
         spread = trained_shards_of(session.model)
-        return (dict(trainable(session.model)), moments) if spread is None else spread.whole(moments)
+        return spread.whole(moments) if isinstance(spread, ExpertShards) else (dict(trainable(session.model)), moments)
+
+    def _state(self, ahead: Sequence[StepBatch]) -> TrainState:
+        session = self._session
+        return TrainState(
+            step=session.step + len(ahead),
+            tensors=optimizer_tensors(session.optimizer, session.model) | session.average.tensors(),
+            values={
+                "cursor": ahead[-1].after if ahead else session.cursor,
+                "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
+                **session.identity,
+                "progress": session.progress.as_dict(),
+                "planned": session.source.total,
+                "average": session.average.values(),
+                "scaler": session.take_step.scaler.state_dict(),
+                "losses": session.spikes.losses,
+            },
+            recipe=session.recipe.model_dump(mode="json"),
+            rng=capture_rng(),
+        )
+
+    def _tell(self, step: int, path: Path, size: int, seconds: float) -> None:
+        self._log.write("checkpoint", step=step, path=str(path), bytes=size, seconds=seconds)
+        self._log.write("stages", **self._stages.event())
 
     def _saved(self, step: int) -> None:
         self.saved_step, self.checkpoint = step, self._folder / f"checkpoint-{step}"
 
 
-def saver_of(session: Session, folder: Path, log: RunLog, stages: Stages) -> Saver:
-    return WritingSaver(session, folder, log, stages) if session.world.writes else Saver(session, folder)
-
-
 class WritingSaver(Saver):
     def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages) -> None:
-        super().__init__(session, folder)
-        self._log, self._stages = log, stages
+        super().__init__(session, folder, log, stages)
         self._snapshots: deque[Snapshot] = deque()  # of steps that were begun and are not known to be sound yet
         self._writer: CheckpointWriter | None = None  # who waits saves without one
         self._adapter: AdapterFiles | None = None
@@ -196,13 +220,6 @@ class WritingSaver(Saver):
         with self._stages("checkpoint"):
             self._tell_written(wait=True)
 
-    def withdraw(self, step: int) -> None:
-        path = self._folder / f"checkpoint-{step}"
-        if self.saved_step == step and path.is_dir():
-            aside = set_aside(path)
-            self._log.write("notice", text=f"{path.name} holds the weights that broke the run; it is renamed to {aside.name}")
-            self.checkpoint = None
-
     def _hand_over(self, snapshot: Snapshot) -> None:
         assert self._writer is not None
         session = self._session
@@ -217,25 +234,6 @@ class WritingSaver(Saver):
             )
         self._saved(snapshot.step)
 
-    def _state(self, ahead: Sequence[StepBatch]) -> TrainState:
-        session = self._session
-        return TrainState(
-            step=session.step + len(ahead),
-            tensors=optimizer_tensors(session.optimizer, session.model) | session.average.tensors(),
-            values={
-                "cursor": ahead[-1].after if ahead else session.cursor,
-                "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
-                **session.identity,
-                "progress": session.progress.as_dict(),
-                "planned": session.source.total,
-                "average": session.average.values(),
-                "scaler": session.take_step.scaler.state_dict(),
-                "losses": session.spikes.losses,
-            },
-            recipe=session.recipe.model_dump(mode="json"),
-            rng=capture_rng(),
-        )
-
     def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
         save_model(self._session.model, folder, weights if self._session.shards else None)
         self._session.tokenizer.save_pretrained(str(folder))
@@ -244,7 +242,3 @@ class WritingSaver(Saver):
         if self._writer is not None:
             for one in self._writer.wait() if wait else self._writer.finished():
                 self._tell(one.step, one.path, one.bytes, one.seconds)
-
-    def _tell(self, step: int, path: Path, size: int, seconds: float) -> None:
-        self._log.write("checkpoint", step=step, path=str(path), bytes=size, seconds=seconds)
-        self._log.write("stages", **self._stages.event())

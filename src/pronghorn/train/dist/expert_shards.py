@@ -84,6 +84,9 @@ class ExpertShares(Shares):
         super().__init__(world, device)
         self.own: dict[tuple[nn.Module, str], OwnExperts] = {}
 
+    def experts(self, count: int) -> slice:
+        return experts_of(self.world.rank, self.world.size, count)
+
     def keep(self, name: str, module: nn.Module) -> None:
         for inner_name, inner in module.named_modules(prefix=name):
             for stack in stacks_in(inner):
@@ -94,7 +97,7 @@ class ExpertShares(Shares):
 
     def _cut(self, name: str, module: nn.Module, stack: str) -> OwnExperts:
         parameter = getattr(module, stack)
-        experts = experts_of(self.world.rank, self.world.size, len(parameter))
+        experts = self.experts(len(parameter))
         if isinstance(module, StoredExperts):
             stored = module.stacks[stack].stored
             own = QuantizedStack.of(stored.experts(experts, len(parameter)).to(self.device), experts.stop - experts.start)

@@ -31,6 +31,7 @@ from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.types import Shards
+from pronghorn.model.rank_files import Part
 from pronghorn.train.dist.shards import MOMENTS, Shares, norm_over_ranks
 from pronghorn.train.dist.world import World
 
@@ -104,6 +105,11 @@ class Fsdp(Shards):
             locals_ = {name: parameter.to_local() for name, parameter in self.sharded.items()}
         self.trained = {name: nn.Parameter(part) for name, part in locals_.items() if part.numel()}
 
+    @property
+    def ranks(self) -> int:
+        """How many share one copy of the weights: the first of them."""
+        return self._group.size
+
     def spreads(self, tensor: Tensor) -> bool:
         return isinstance(tensor, DTensor)
 
@@ -139,42 +145,28 @@ class Fsdp(Shards):
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
-    def dtensors(self, tensors: Mapping[str, Tensor]) -> dict[str, DTensor]:
-        """Weights and moments, by their names in a checkpoint. `tensors`: this rank's state; empty before the first update."""
-        found: dict[str, Any] = {name: parameter.detach() for name, parameter in self.sharded.items()}
-        for name, like in self.sharded.items() if tensors else ():
-            for key in (moment + name for moment in MOMENTS):
-                part = tensors.get(key, like.to_local().detach())  # a rank without rows has no state
-                shape: Any = {"shape": like.shape, "stride": like.stride()}
-                found[key] = DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, **shape)
-        return found
-
-    def whole(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Weights and state as one rank would have them, by name, in host memory: on the writer. All ranks call it."""
-        found = {name: self._whole(part) for name, part in self.dtensors(tensors).items()}
-        if not self.world.writes:
+    def parts(self, state: Mapping[str, Tensor]) -> tuple[dict[str, Part], dict[str, Part]]:
+        """The rows of weights and moments that this rank has to save, by their names in a checkpoint: none, if its group is a
+        copy of the first. `state`: this rank's; empty before the first update."""
+        if self.world.rank >= self.ranks:
             return {}, {}
-        return {name: found.pop(name) for name in self.sharded}, {name: tensor.cpu() for name, tensor in tensors.items()} | found
+        weights = {name: Part(part.detach(), self._first(name)) for name, part in self.trained.items()}
+        moments = {key: name for name in self.trained for key in (moment + name for moment in MOMENTS) if key in state}
+        return weights, {key: Part(state[key], self._first(name)) for key, name in moments.items()}
 
-    @torch.no_grad()
-    def _whole(self, sharded: DTensor) -> Tensor:
-        part: Tensor = sharded.to_local()
-        rows, *rest = sharded.shape
-        each = -(-rows // self._group.size)
-        padded = part.new_zeros(each, *rest)
-        padded[: len(part)] = part
-        whole = part.new_empty(each * self._group.size, *rest)
-        self._group.gather(whole, padded).wait()
-        return whole[:rows].cpu() if self.world.writes else part
+    def _first(self, name: str) -> int:
+        """The first row that this rank has of a weight."""
+        rows = int(self.sharded[name].shape[0])
+        return min(rows, -(-rows // self._group.size) * self._group.rank)
 
-    def cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's of a checkpoint's state."""
+    def cut(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's of a checkpoint's state, of which no more is read."""
         found = dict(tensors)
         for name, part in self.trained.items():
-            each = -(-self.sharded[name].shape[0] // self._group.size)
+            first = self._first(name)
             for key in (moment + name for moment in MOMENTS):
                 if key in tensors and tensors[key].shape == self.sharded[name].shape:
-                    found[key] = tensors[key][each * self._group.rank :][: len(part)].clone()
+                    found[key] = tensors[key][first : first + len(part)].clone()
         return found
 
 

@@ -46,6 +46,18 @@ KILLED: dict[int, tuple[str, str]] = {
 CRASHED = ("a library or a driver crashed", "if it has happened before, update the GPU driver and torch")
 
 
+def require_groups(recipe: Recipe, ranks: int) -> None:
+    """Refuses ranks that share packs and are no whole groups."""
+    context = recipe.world.context
+    if ranks % context:
+        more = -(-ranks // context) * context
+        raise RecipeError(
+            what=f"world.context: {context} does not divide the {counted(ranks, 'rank')} of this run",
+            why=f"groups of {context} consecutive ranks share each pack",
+            fix=f"start {more} ranks (--gpus {more}, or --ranks {more} on a CPU), or set world.context to a divisor",
+        )
+
+
 def require_packs(recipe: Recipe, ranks: int) -> None:
     if recipe.rollouts is not None:  # each rank packs the answers that it generates
         if recipe.rollouts.prompts < ranks:
@@ -56,11 +68,14 @@ def require_packs(recipe: Recipe, ranks: int) -> None:
             )
         return
     packs, capacity = recipe.step_packs(), recipe.train.capacity
-    if packs < ranks and recipe.train.batch_rows is None:  # how many packs so many rows are, the data says
+    require_groups(recipe, ranks)
+    groups = ranks // recipe.world.context
+    if packs < groups and recipe.train.batch_rows is None:  # how many packs so many rows are, the data says
         raise RecipeError(
             what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {ranks} ranks",
-            why=f"each rank trains on whole packs of train.capacity: {capacity} tokens",
-            fix=f"set train.batch_tokens: {ranks * capacity} or more, or start {counted(packs, 'rank')}",
+            why=f"each {'rank' if groups == ranks else f'group of {recipe.world.context} ranks'} trains on whole packs of "
+            f"train.capacity: {capacity} tokens",
+            fix=f"set train.batch_tokens: {groups * capacity} or more, or start {counted(packs * recipe.world.context, 'rank')}",
         )
 
 

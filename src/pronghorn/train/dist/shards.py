@@ -50,6 +50,10 @@ class Shares:
         self.ends: list[Unit] = []
         self._digest = hashlib.sha256()
 
+    def experts(self, count: int) -> slice:
+        """Those of so many in a layer that `keep` needs."""
+        return slice(count)
+
     def keep(self, name: str, module: nn.Module) -> None:
         self.layers.append(self._unit(name, module))
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import TokenRows
+from pronghorn.data.pack.parts import loss_places
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.head import Outputs
@@ -126,7 +127,7 @@ def document_losses(batch: PackedBatch, rows_N: Tensor) -> npt.NDArray[np.float6
 
 def loss_borders(batch: PackedBatch) -> npt.NDArray[np.int64]:
     """Where the loss rows of each document begin, and where the last one's end. The batch is on the host."""
-    return np.searchsorted(batch.loss_rows.numpy(), batch.cu_seqlens.numpy()[: len(batch.documents) + 1])
+    return np.searchsorted(loss_places(batch).numpy(), batch.cu_seqlens.numpy()[: len(batch.documents) + 1])
 
 
 def losses_between(borders: npt.NDArray[np.integer], rows_N: Tensor) -> npt.NDArray[np.float64]:

@@ -13,9 +13,11 @@ import torch
 
 from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.data.pack.packing import TokenRows
+from pronghorn.data.pack.parts import part_of
 from pronghorn.errors import counted
 from pronghorn.hf_types import HFModel
 from pronghorn.recipe_parts import Stop
+from pronghorn.train.dist.context import deal_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import loss_borders, losses_between
@@ -76,14 +78,14 @@ def evaluate(
     rows: list[tuple[list[int], Counts, torch.Tensor]] = []  # of each batch: documents, borders, losses. Not the batch itself
     if progress:
         progress("evaluating", 0, len(table))  # the first batch alone may take many seconds on a CPU
-    deal, few_shapes = (world.rank, world.size), step is not None and step.captures
-    for batch in evaluation_batches(table, capacity, pad_id, objective.together, deal, few_shapes):
-        completed = objective.complete(batch, table)
+    deal, few_shapes = deal_of(model, world), step is not None and step.captures
+    for whole in evaluation_batches(table, capacity, pad_id, objective.together, deal, few_shapes):
+        batch = part_of(objective.complete(whole, table), deal.part)
         if step is not None:
-            sums = step.sums(completed)
+            sums = step.sums(batch)
         else:
             with autocast():
-                sums = objective.sums(model, completed.to(device))
+                sums = objective.sums(model, batch.to(device))
         total += sums.loss.double()
         if sums.rows_N is not None:
             rows.append((list(batch.documents), loss_borders(batch), sums.rows_N))

@@ -26,7 +26,7 @@ from pronghorn.report.live import LiveReport
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
-from pronghorn.train.checkpoint.saving import saver_of
+from pronghorn.train.checkpoint.sharded_saving import saver_of
 from pronghorn.train.run.answers import RunAnswers
 from pronghorn.train.run.looks import Looks
 from pronghorn.train.run.row_losses import RowLosses
@@ -314,7 +314,7 @@ class Run:
         except GaveUp:
             self._forget_what_is_under_way()
             raise
-        rows = session.world.joined(done.step_batch.names(done.step_batch.documents))
+        rows = list(dict.fromkeys(session.world.joined(done.step_batch.names(done.step_batch.documents))))
         text = f"step {step}: loss spike: {loss:.4g} exceeds the limit of {done.limit:.4g}; rows of this step: {listed(rows)}"
         if session.spikes.policy == "rewind":
             self._rewind(done, text, step=step, loss=loss, rows=rows)
@@ -349,6 +349,8 @@ class Run:
 
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
+        if session.recipe.world.context > 1:  # a rank need not have room for a whole row
+            return Offenders([], [])
         session.take_step.release()
         found = offending_rows(session.model, step_batch, session.device, session.autocast, session.objective)
         return Offenders(session.world.joined(found[0]), session.world.joined(found[1]))

@@ -43,7 +43,8 @@ from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.longer import warm_up_of_longer
-from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable, settled
+from pronghorn.train.checkpoint.resume import find_checkpoint, found_intact, require_allowable, settled
+from pronghorn.train.dist.context import require_context, share_packs
 from pronghorn.train.dist.expert_shards import shares_of, spread, trained_shards_of
 from pronghorn.train.dist.shards import Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.world import World
@@ -153,6 +154,7 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
     lora = None if recipe.method == "full" else recipe.lora
+    require_context(recipe, read_config(recipe.model))
     facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, head=recipe.objective.kind.head)
     require_fp8_products(recipe, facts)
     require_whole_weights(recipe.model, any_name=recipe.stored_as != "bf16")
@@ -196,15 +198,15 @@ def set_up(
     without one, of one rank. `files`: code of the user's, which runs."""
     said, world = list[str](), world or World()
     require_allowable(allow, recipe)
-    with stage("checkpoint"), world.writer_first():  # it sets a damaged one aside
-        found = None if run is None else find_checkpoint(recipe, run, allow=allow, say=said.append)
+    with stage("checkpoint"):
+        found = _found(recipe, run, allow, said, world)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
-        shard = shard_of(recipe, world, device, facts)
+        shard, context = shard_of(recipe, world, device, facts), recipe.world.context
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with stage("read"), world.writer_first():  # it fills the cache of tokens
         asked, models = settled(recipe, found), reward_models(recipe)
-        source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size, **files)
+        source = source_of(asked, tokenizer, report=report, stage=stage, models=models, ranks=world.size // context, **files)
     recipe, keys = source.recipe, source.keys
     world.require_same(lambda: run_facts(recipe, keys))
     told = [*source.dealt(world.size), *told_of(shard, world, recipe), *warm_up_of_longer(found, recipe, source.total)]
@@ -225,7 +227,7 @@ def set_up(
         # For checkpoints, so the writer alone does it.
         base = in_background(lambda: base_of(recipe.model) if recipe.method != "full" and world.writes else {})
         require_trainable(model)
-        why_own_layers, shards = _installed(recipe, model, shares)
+        why_own_layers, shards = _installed(recipe, model, shares, world, memory)
         try:
             with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
                 require_isolated_documents(model, device, facts.vocabulary)
@@ -244,7 +246,7 @@ def set_up(
             source.example,
             DTYPES[precision],
             said.append,
-            timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
+            timed=shards is None and context == 1,  # ranks would run a layer, which gathers, as often as each likes
         )
     with stage("reference"):
         objective = _objective(recipe, source, model, device, precision, report, said, world, resumed=found is not None)
@@ -260,6 +262,16 @@ def set_up(
     _restore(session, found[1] if found else None)
     world.require_same(lambda: {"weights": weights_key(model, shards)})
     return session
+
+
+def _found(
+    recipe: Recipe, run: Path | None, allow: Collection[str], said: list[str], world: World
+) -> tuple[Path, TrainState] | None:
+    if run is None:
+        return None
+    intact = found_intact(run, world)
+    with world.writer_first():  # it sets a damaged one aside
+        return find_checkpoint(recipe, run, allow=allow, say=said.append, content=world.writes, intact=intact)
 
 
 def _objective(
@@ -323,13 +335,14 @@ def _build_model(
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
         name, head = str(checkpoint or recipe.model), recipe.objective.kind.head
-        model = load_model(name, torch.float32, device, keep=keep, head=head, seed=recipe.train.seed)
+        model = load_model(name, torch.float32, device, progress=report, keep=keep, head=head, seed=recipe.train.seed)
         freeze_beside_text(model)
         if shares:
             shares.keep_ends(model)
         HEADS[head].set_padding(model, pad_id)  # its config is saved
         return model
-    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep)
+    experts = shares.experts if shares else None
+    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep, experts=experts)
     if shares:
         shares.keep_ends(base)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
@@ -338,11 +351,15 @@ def _build_model(
     return model
 
 
-def _installed(recipe: Recipe, model: HFModel, shares: Shares | None) -> tuple[str, Shards | None]:
+def _installed(
+    recipe: Recipe, model: HFModel, shares: Shares | None, world: World, memory: RunMemory | None
+) -> tuple[str, Shards | None]:
     """(why the model uses transformers' layers, or nothing; its weights, where they are spread)"""
     why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
     if recipe.compute == "fp8":
         _require_fp8_layers(model, why_own_layers)
+    if recipe.world.context > 1:
+        share_packs(model, world, recipe.world.context, str(memory and memory.plan.counts()))
     return why_own_layers, None if shares is None else spread(shares, model)
 
 

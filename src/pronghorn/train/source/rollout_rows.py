@@ -22,6 +22,7 @@ from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.data.pack.batches import ENTRIES, Shapes
 from pronghorn.data.pack.loader import State, StepBatch, StepPacking, evaluation_batches
 from pronghorn.data.pack.packing import max_documents
+from pronghorn.data.pack.parts import ALONE
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.text_stack import in_mode
@@ -233,7 +234,7 @@ def rollout_step(source: Prompts, model: HFModel, rolled: Rolled, after: State, 
         table.packs = [np.zeros(0, np.int64)]
     rest = [len(one) for group in rolled.groups if not (everything or group.signal) for one in group.in_loss]
     table.left_out = len(rest), sum(rest)
-    step = replace(source.packing, deal=(0, 1), even=False).step(table, table.packs, after, epoch)
+    step = replace(source.packing, deal=ALONE, even=False).step(table, table.packs, after, epoch)
     tokens, labels = source.world.total(float(step.tokens), float(step.loss_tokens))
     return replace(step, elsewhere=(int(tokens) - step.tokens, int(labels) - step.loss_tokens))
 

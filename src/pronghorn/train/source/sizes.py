@@ -17,7 +17,7 @@ from pronghorn.errors import counted
 from pronghorn.model.load import ModelFacts, Precision
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Lora, Train, steps_between
-from pronghorn.train.dist.launch import require_packs
+from pronghorn.train.dist.launch import require_groups, require_packs
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.paired import FEWEST, FEWEST_QUESTIONS
 from pronghorn.train.source.source import Report, Source
@@ -59,24 +59,41 @@ def _packs(spec: Train) -> int:
 
 
 def dealt(recipe: Recipe, ranks: int, first: Packs) -> list[str]:
-    """Refuses steps without a pack for each rank, and tells where some ranks wait for others. `first`: the first epoch's."""
-    capacity, rows = recipe.train.capacity, recipe.train.batch_rows
+    """Refuses steps without a pack for each rank, or group of ranks that shares packs, and tells where some wait for others.
+    `first`: the first epoch's."""
+    context, rows = recipe.world.context, recipe.train.batch_rows
+    require_groups(recipe, ranks)
     if rows is None:
         require_packs(recipe, ranks)
-        whole = -(-recipe.step_packs() // ranks) * ranks
+    told = _waiting(recipe, ranks // context, first)
+    if context > 1:
+        told.append(
+            f"world.context: {context} ranks share each pack; steps are not captured as CUDA graphs, and rows that break a "
+            "step are not searched for"
+        )
+    return told
+
+
+def _waiting(recipe: Recipe, groups: int, first: Packs) -> list[str]:
+    """`groups`: of ranks that share packs, mostly of one."""
+    capacity, rows, context = recipe.train.capacity, recipe.train.batch_rows, recipe.world.context
+    who = "ranks" if context == 1 else f"groups of {context} ranks"
+    if rows is None:
+        whole = -(-recipe.step_packs() // groups) * groups
         if whole == recipe.step_packs():
             return []
         return [
-            f"a step has {recipe.step_packs()} packs for {ranks} ranks, so some ranks wait for others; set "
+            f"a step has {recipe.step_packs()} packs for {groups} {who}, so some ranks wait for others; set "
             f"train.batch_tokens: {whole * capacity}"
         ]
     packs = float(first.packs_of_steps.mean())
-    if packs >= ranks or ranks == 1:
+    if packs >= groups or groups == 1:
         return []
-    fix = f"start {counted(max(1, math.ceil(packs)), 'rank')}"
-    if (smaller := max(recipe.data.max_length, _whole(packs * capacity / ranks))) < capacity:
+    fix = f"start {counted(max(1, math.ceil(packs)) * context, 'rank')}"
+    smaller = max(recipe.data.max_length, recipe.world.piece_unit, _whole(packs * capacity / groups))
+    if smaller < capacity:
         fix = f"set train.capacity: {smaller}, or {fix}"
-    return [f"a step of {counted(rows, 'row')} has {packs:.1f} packs for {ranks} ranks, so some ranks wait; {fix}"]
+    return [f"a step of {counted(rows, 'row')} has {packs:.1f} packs for {groups} {who}, so some ranks wait; {fix}"]
 
 
 def _whole(tokens: float) -> int:

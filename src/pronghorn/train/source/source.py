@@ -24,6 +24,7 @@ from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import State, StepBatch, StepPacking
 from pronghorn.data.pack.packing import Packs, pack_in_order
+from pronghorn.data.pack.parts import Deal
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.read.selection import Selection
 from pronghorn.hf_types import HFModel, Tokenizer
@@ -132,8 +133,8 @@ class Source(ABC):
             self.pad_id,
             self.shapes,
             objective.complete,
-            deal=(world.rank, world.size),
-            even=even,
+            deal=Deal(world.rank, world.size, self.recipe.world.context),
+            even=even or self.recipe.world.context > 1,  # they gather in each pack
             pin=device.type == "cuda",
         )
 

@@ -103,6 +103,8 @@ def _cause(found: Offenders, what: str, folder: str, otherwise: str) -> HealthSt
     """Rows are to blame only if others are not."""
     if not found.rows:
         why = f"no single row of the step causes it, but its rows together do: {listed(found.of)}"
+        if not found.of:  # nobody has looked
+            why = "the row was not searched for: no rank need have room for a whole one (world.context)"
         return HealthStop(what=what, where=folder, why=why, fix=otherwise)
     if len(found.rows) == len(found.of) > 1:
         why = f"each of the step's {len(found.of)} rows causes it, so the weights are broken, not the data"

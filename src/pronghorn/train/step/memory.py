@@ -52,8 +52,10 @@ def evaluation_capacity(recipe: Recipe, width: int = 0) -> int:
     """Tokens of a pack in an evaluation: the result is the same for any. `width`: of the model, where it is on a GPU."""
     fitting = min(MOST_EVALUATION_TOKENS, EVALUATION_NUMBERS // width) if width else 0
     if fitting > EVALUATION_TOKENS:
-        return max(fitting, recipe.data.max_length)
-    return min(recipe.train.capacity, max(recipe.data.max_length, EVALUATION_TOKENS))
+        tokens = max(fitting, recipe.data.max_length)
+    else:
+        tokens = min(recipe.train.capacity, max(recipe.data.max_length, EVALUATION_TOKENS))
+    return -(-tokens // recipe.world.piece_unit) * recipe.world.piece_unit
 
 
 # ---- before the model is there -----------------------------------------------------------------------------------------------
@@ -136,13 +138,14 @@ def run_job(
         return sizes[-2] if len(sizes) > 1 else sizes[-1]
 
     graphed = device.type == "cuda" and precision != "fp16" and recipe.train.graph != "off" and ranks == 1
+    job = job_of(recipe, config)
     return replace(
-        job_of(recipe, config),
+        job,
         element=DTYPES[precision].itemsize,
-        loss_rows=usual(shapes.sizes["N"]),
+        loss_rows=min(usual(shapes.sizes["N"]), job.capacity),  # one of several ranks that share a pack may have all
         documents=usual(shapes.sizes["E"]),
         attended=shapes.typical,
-        graphed=graphed,
+        graphed=graphed and job.graphed,
         ranks=ranks,
         only_experts=ranks > 1 and recipe.world.shard == "experts",
         target=local_target(device),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -77,7 +79,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
     }
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
     for name, parameter in trainable(model).items():
         state = optimizer.state.get(parameter)  # in place: a CUDA graph has its addresses
         if not state:
@@ -90,7 +92,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, 
                     why="it comes from a run with a different adapter or model",
                     fix="start over with --fresh (the old folder is renamed, not deleted)",
                 )
-            place.copy_(stored)
+            place.copy_(stored[...])
         optimizer.state[parameter] = state
 
 

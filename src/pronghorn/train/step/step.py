@@ -23,6 +23,7 @@ from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of, running
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.packs import PackedBatch
+from pronghorn.train.dist.context import group_of, of_whole_documents
 from pronghorn.train.dist.expert_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
@@ -149,7 +150,8 @@ class EagerStep(Step):
             loss_sum, norm, watched = self._forward_backward(step_batch)
             loss, grad_norm = float(loss_sum), float(norm)  # waits for the device, so the time is booked where it was spent
             figures = self.objective.figures(watched.tolist())
-        self._result = StepResult(loss, grad_norm, figures, losses_of(self._rows))
+        losses = of_whole_documents(losses_of(self._rows), group_of(self.model))
+        self._result = StepResult(loss, grad_norm, figures, losses)
         with stage("optimizer"):
             if self.scaler.is_enabled() and not math.isfinite(grad_norm) and math.isfinite(loss):
                 self._result = self._lower_scale(loss)
@@ -234,6 +236,8 @@ def why_not_graphed(model: HFModel, optimizer: torch.optim.Optimizer, device: to
     engine = engine_of(model)
     if engine is not None and engine.shards is not None:
         return "sharded weights are gathered in every step (world.shard)"
+    if engine is not None and engine.context is not None:
+        return "attention gathers keys and values of other ranks (world.context)"
     if engine is None:
         return "the model uses the transformers layers, which synchronize with the host"
     return next((why for layer in engine.layers if (why := layer.why_not_fused())), "")

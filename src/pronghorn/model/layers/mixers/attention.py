@@ -67,6 +67,7 @@ class Attention(Mixer):
         "y1",
     )
     kept: ClassVar[Kept] = {"around_attention": ("o", "core", "lse")}
+    in_parts = True
     recomputed_from = "q"
     rope: str
 
@@ -148,7 +149,8 @@ class Attention(Mixer):
             o = rows_like(h, self.out_width + (0 if self.gates else self.out.extra))
             parts = saved["q"], saved["k"], saved["v"]
             if documents.cache is None:
-                _, lse = attention_forward(*parts, out=self.heads_of(o), **self.options_for(documents))
+                forward = attention_forward if documents.context is None else documents.context.forward
+                _, lse = forward(*parts, out=self.heads_of(o), **self.options_for(documents))
             else:
                 self._attend_cached(documents, *parts, out=self.heads_of(o))
         saved.put(lse=lse)
@@ -248,19 +250,17 @@ class Attention(Mixer):
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
             options["sinks_N"] = None  # lse contains them; only their own gradient needs them
         rotates = self.q_norm is None and unrotates(backend, self.head_width, rotary[0], self.family.neighbours)
-        dq, dk, dv, dsinks = attention_backward(
-            self.heads_of(do),
-            saved["q"],
-            saved["k"],
-            saved["v"],
-            self.heads_of(o),
-            saved["lse"],
-            **options,
-            backend=backend,
+        done = saved["q"], saved["k"], saved["v"], self.heads_of(o), saved["lse"]
+        if documents.context is not None:
+            rotates = False
+            dq, dk, dv, dsinks = documents.context.backward(self.heads_of(do), *done, **options, backend=backend)
+        else:
             # FlashAttention-2 would have to copy; RoPE's backward reads its tensors directly. Beside gates queries are apart.
-            grads=None if backend == "flash2" or self.gates else self.parts_of(dqkv_ext),
-            rotated=rotary if rotates else None,
-        )
+            grads = None if backend == "flash2" or self.gates else self.parts_of(dqkv_ext)
+            rotated = rotary if rotates else None
+            dq, dk, dv, dsinks = attention_backward(
+                self.heads_of(do), *done, **options, backend=backend, grads=grads, rotated=rotated
+            )
         scaled_queries(dq, documents)  # one factor per token commutes with RoPE
         self._share_gradients(dk, dv, saved)
         if not rotates:
@@ -332,5 +332,6 @@ class Attention(Mixer):
             o = torch.empty_like(parts[0])
             self._attend_cached(documents, *parts, out=o)
         else:
-            o = attention(*parts, **self.options_for(documents))
+            attend = attention if documents.context is None else documents.context.attention
+            o = attend(*parts, **self.options_for(documents))
         return (output_gate_reference(o, self.gate_of(y)) if self.gates else o).flatten(1)

@@ -29,6 +29,8 @@ OF_MAMBA = {name: f"mamba_{name}" for name in Mamba.saves}
 
 
 class AttentionAndMamba(Attention):
+    title, in_parts = "Mamba-2 beside attention", False
+
     saves = (*Attention.saves, *OF_MAMBA.values())
     kept: ClassVar[Kept] = {"around_attention": (*Attention.kept["around_attention"], OF_MAMBA["core"])}
     in_chunks = True

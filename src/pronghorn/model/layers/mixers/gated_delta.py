@@ -40,6 +40,7 @@ TOGETHER = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next
 class GatedDelta(Mixer):
     saves = ("y", "core", "R", "xa1", "xa_o", "y1")
     kept: ClassVar[Kept] = {"around_attention": ("core", "R")}
+    title = "gated delta layers"
     recomputed_from = "y"
     gates = in_chunks = True
 

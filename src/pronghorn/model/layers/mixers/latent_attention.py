@@ -131,7 +131,8 @@ class LatentAttention(Attention):
             padded = self.head_width > self.sizes.value
             out = h.new_empty(parts[0].shape) if padded else self.heads_of(o)
             if documents.cache is None:
-                _, lse = attention_forward(*parts, out=out, **self.options_for(documents))
+                forward = attention_forward if documents.context is None else documents.context.forward
+                _, lse = forward(*parts, out=out, **self.options_for(documents))
             else:
                 documents.cache.attend(self.index, *parts, out=out, **self.options_for(documents))
             if padded:
@@ -171,11 +172,17 @@ class LatentAttention(Attention):
         q, k, v = saved["q"], saved["k"], saved["v"]
         backend = self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None)
         # flash-attn-4 takes turns with its sums only where it is told where gradients go; FlashAttention-2 would have to copy.
-        given = None if backend == "flash2" else (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        do, o = self._wide_heads_of(do), self._wide_heads_of(saved["o"])
-        dq, dk, dv, _ = attention_backward(
-            do, q, k, v, o, saved["lse"], **self.options_for(documents), backend=backend, grads=given
+        given = (
+            None
+            if backend == "flash2" or documents.context is not None
+            else (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         )
+        do, o = self._wide_heads_of(do), self._wide_heads_of(saved["o"])
+        options: dict[str, Any] = {**self.options_for(documents), "backend": backend}
+        if documents.context is not None:
+            dq, dk, dv, _ = documents.context.backward(do, q, k, v, o, saved["lse"], **options)
+        else:
+            dq, dk, dv, _ = attention_backward(do, q, k, v, o, saved["lse"], **options, grads=given)
         del q, k, v, o, given
         dlatents = rows_like(latents, self.key.stop + self.into.extra)
         grads = {"q": dlatents[:, self.queries]}
@@ -201,7 +208,8 @@ class LatentAttention(Attention):
         rows |= {up.name: projected(up.group, normed(up.norm, y[:, up.columns])) for up in self.ups}
         q, k, v = latent_heads(rows["q"], rows["kv"], y[:, self.key], cos, sin, self.sizes)
         if documents.cache is None:
-            out = attention(q, k, v, **self.options_for(documents))
+            attend = attention if documents.context is None else documents.context.attention
+            out = attend(q, k, v, **self.options_for(documents))
         else:
             out = q.new_empty(q.shape)
             documents.cache.attend(self.index, q, k, v, out=out, **self.options_for(documents))

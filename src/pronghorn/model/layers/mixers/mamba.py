@@ -38,6 +38,7 @@ from pronghorn.model.rows import rows_like
 class Mamba(Mixer):
     saves = ("y", "core", "xa1", "xa_o", "y1")
     kept: ClassVar[Kept] = {"around_attention": ("core",)}
+    title = "Mamba-2 layers"
     recomputed_from = "y"
     gates = in_chunks = True
 

@@ -23,6 +23,7 @@ from pronghorn.model.rows import rows_like
 
 class ShortConv(Mixer):
     saves = ("bcx", "o", "o_rows", "xa1", "xa_o", "y1")
+    title = "short convolutions"
     recomputed_from = "bcx"
 
     def __init__(self, layer: Any, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup) -> None:
