@@ -103,7 +103,7 @@ class _UnderWay:
 
 
 class ShardedSaver(Saver):
-    """Of each rank."""
+    """Every rank saves what it trains."""
 
     def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages, spread: Fsdp) -> None:
         super().__init__(session, folder, log, stages)
