@@ -154,7 +154,8 @@ PREFIXES: dict[str, Row] = {
         "fsdp deepcompile dp_ qlora_sharded ring_attn heads_k_stride resources_per ray_ expert_parallel fp8_enable_fsdp",
         only_if_one(shared.GPUS),
     ),
-    **rows("context_parallel_size tensor_parallel_size sequence_parallel_degree", only_if_one(shared.GPUS)),
+    **rows("context_parallel_size sequence_parallel_degree", only_if_one(shared.CONTEXT)),
+    "tensor_parallel_size": only_if_one(shared.GPUS),
     **rows(
         "liger_ flash_ flex_ sdp_attention sdpa_varlen xformers_ sage_attention eager_ attn_implementation "
         "s2_attention torch_compile lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel use_kernels "

@@ -258,10 +258,11 @@ ROWS: dict[str, Row] = {
 PREFIXES: dict[str, Row] = {
     "ddp_": nothing(shared.RANKS),
     **rows(
-        "fsdp_ ray_ master_ tensor_model_parallel pipeline_model_parallel expert_model_parallel sequence_parallel "
-        "context_parallel fp8_enable_fsdp use_distributed overlap_",
+        "fsdp_ ray_ master_ tensor_model_parallel pipeline_model_parallel expert_model_parallel fp8_enable_fsdp "
+        "use_distributed overlap_",
         only_if_one(shared.GPUS),
     ),
+    **rows("sequence_parallel context_parallel", only_if_one(shared.CONTEXT)),
     **rows(
         "swanlab_ use_swanlab wandb_ hub_ hf_hub ms_hub om_hub profiler_ enable_torch_profiler profile_",
         nothing(shared.NOTHING_SENT),

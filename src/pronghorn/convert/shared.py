@@ -26,6 +26,7 @@ KERNELS = "Pronghorn uses its own kernels"
 NOTHING_SENT = "no telemetry; log and report are in the output folder (run.jsonl, report.html), and report.to adds loggers"
 LOGGERS = get_args(LoggerName)
 GPUS = "Pronghorn trains on all visible GPUs; world.shard sets what is sharded over them (docs/scale.md)"
+CONTEXT = "add world.context, which shares each pack over so many GPUs and has conditions of its own (docs/scale.md)"
 RANKS = "`pronghorn train` starts a process for each GPU itself"
 IMAGES = "Pronghorn trains on text only; rows with images, video or sound are refused"
 NEW_TOKENS = "Pronghorn does not resize the embeddings, so tokens outside the vocabulary cannot be added"
