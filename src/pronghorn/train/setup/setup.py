@@ -154,8 +154,8 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
     lora = None if recipe.method == "full" else recipe.lora
-    require_context(recipe, read_config(recipe.model))
     facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, head=recipe.objective.kind.head)
+    require_context(recipe, read_config(recipe.model))
     require_fp8_products(recipe, facts)
     require_whole_weights(recipe.model, any_name=recipe.stored_as != "bf16")
     tokenizer = load_tokenizer(recipe.model, recipe.data)
