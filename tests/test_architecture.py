@@ -282,6 +282,7 @@ WRITERS = {
     "checkpoint/checkpoint_writer.py": "saving.py",
     "checkpoint/fork.py": "a command of its own",
     "dist/folder_store.py": "the ranks' own folder",
+    "dist/launch.py": "removes such folders, of launchers that were killed",
     "loop.py": "world.writes",
     "checkpoint/resume.py": "writer_first",
     "run/profiling.py": "a command of its own",

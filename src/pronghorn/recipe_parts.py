@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from math import gcd
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
@@ -328,6 +329,25 @@ class Parts(Section):
     report: Report = Report()
     world: World = World()
     output: Name = "runs/default"
+
+    def wrong_ranks(self, ranks: int) -> tuple[str, str, str] | None:
+        """What, why and the fix, where so many ranks make no whole groups."""
+        context, copies = self.world.context, self.world.replicate
+        if ranks % context:
+            more = -(-ranks // context) * context
+            return (
+                f"world.context: {context} does not divide the {ranks} rank{'' if ranks == 1 else 's'} of this run",
+                f"groups of {context} consecutive ranks share each pack",
+                f"use {more} ranks (pronghorn train: --gpus {more}, or --ranks {more} on a CPU), or set world.context: "
+                f"{gcd(ranks, context)}",
+            )
+        if copies > 1 and self.world.shard != "none" and ranks > 1 and (ranks % copies or ranks == copies):
+            return (
+                f"world.replicate: {copies} does not divide {ranks} ranks into groups that can shard weights",
+                "all groups have the same number of ranks, at least two",
+                f"use a multiple of {copies} ranks, at least {2 * copies}, or set world.replicate: 1",
+            )
+        return None
 
     @property
     def why_not_sharded(self) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +20,20 @@ RANK = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"  # quick
 
 def command(script: str) -> list[str]:
     return [sys.executable, "-c", RANK + script]
+
+
+def test_folders_of_killed_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name, pid, age in (("gone", gone.pid, 7200), ("saving", gone.pid, 60), ("runs", os.getpid(), 7200)):
+        (folder := tmp_path / f"pronghorn-ranks-{name}").mkdir()
+        (folder / "launcher").write_text(str(pid))
+        for path in (folder / "launcher", folder):
+            os.utime(path, (time.time() - age,) * 2)
+    (tmp_path / "pronghorn-ranks-empty").mkdir()
+    launch(1, ["true"])
+    assert sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir()) == ["empty", "runs", "saving"]
 
 
 def test_every_rank_is_told_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_a_killed_rank_ends_the_run_with_one_message(recipe_for: RecipeFor) -> N
         assert list(Path(recipe.output).parent.glob("pronghorn-ranks-*")) == []
     lines = [line for line in said(recipe).splitlines() if line.strip()]
     assert lines[-3] == "rank 1 was killed by SIGKILL"
-    assert lines[-2].startswith("  why: the operating system kills processes when memory runs out")
+    assert lines[-2].startswith("  why: a person or a scheduler killed it, or the operating system")
     assert lines[-1].endswith("then run the same command again: it goes on from its last checkpoint, if it has one")
     assert "Ctrl-C" not in said(recipe)
     assert said(recipe).count("rank 1") == 1

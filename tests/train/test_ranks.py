@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from ast import literal_eval
 from itertools import islice
@@ -160,6 +161,17 @@ def test_a_collective_that_ends_just_after_a_timeout_has_not_failed(tmp_path: Pa
         return float(number)
 
     assert in_ranks(go, tmp_path) == [(0, "3.0"), (0, "3.0")]
+
+
+def test_dropout_of_a_resumed_rank_is_that_of_an_undisturbed_one(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    whole, resumed = (
+        recipe_for(**CHANGES | {"train": CHANGES["train"] | {"steps": 5}}, lora={"dropout": 0.3}, output=str(tmp_path / name))
+        for name in ("whole", "resumed")
+    )
+    in_ranks(lambda world: train(whole, display=Silent(), world=world).step, tmp_path / "first")
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    in_ranks(lambda world: train(resumed, display=Silent(), world=world).step, tmp_path / "second")
+    assert losses_of(tmp_path / "resumed") == losses_of(tmp_path / "whole")[3:]
 
 
 def test_neighbours_are_a_world_of_their_own(tmp_path: Path) -> None:

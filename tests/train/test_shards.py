@@ -24,6 +24,7 @@ from pronghorn.model.merge_stream import merging
 from pronghorn.model.rank_files import RankFiles, in_rank_files
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import STATE, TENSORS
+from pronghorn.train.dist.launch import require_groups
 from pronghorn.train.dist.shards import Ring, shard_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
@@ -257,7 +258,7 @@ def test_what_is_spread(recipe_for: RecipeFor) -> None:
     assert shard_of(recipe_for(world={"replicate": 3}), World(), CPU, facts) == "none"  # one rank
     for replicate in (2, 3):
         with pytest.raises(RecipeError, match=f"world.replicate: {replicate} does not divide 2 ranks"):
-            shard_of(recipe_for(world={"replicate": replicate}, method="full"), two, CPU, facts)
+            require_groups(recipe_for(world={"replicate": replicate}, method="full"), 2)
     with pytest.raises(RecipeError, match="cannot be sharded") as refused:
         shard_of(recipe_for(world={"shard": "base"}, train={"graph": "on"}), two, CPU, facts)
     assert "train.graph" in refused.value.why

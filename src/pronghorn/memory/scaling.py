@@ -149,12 +149,9 @@ def scaling(
 ) -> Scaling:
     """`gpus`: of each machine, as 8xh100. `link`: nvlink or pcie inside a machine, 400gbit of network for each GPU, or both."""
     fleet = fleet_of(gpus, machines, link)
-    together = recipe.world.replicate * recipe.world.context
-    if fleet.size % together:
-        raise CommandError(
-            what=f"{fleet.size} GPUs are no multiple of world.replicate x world.context: {together}",
-            fix="change --gpus, --nodes or these keys",
-        )
+    if wrong := recipe.wrong_ranks(fleet.size):
+        what, why, fix = wrong
+        raise CommandError(what=what, why=why, fix=fix)
     job = job_of(recipe, config, fleet.gpu, attended=attended, loss_share=loss_share)
     if job.fp8 and not fleet.gpu.fp8_tflops:
         raise CommandError(what=f"{fleet.gpu.title} does not support FP8", fix="choose other --gpus, or method: lora or qlora")

@@ -180,6 +180,9 @@ class Watch:
             number, before = number + 1, self._answered
             if self._launcher and not orphaned and self._orphaned():
                 orphaned = True
+                if self.leads():
+                    with suppress(OSError):
+                        os.write(2, b"the process that started the ranks is gone\n")
                 os.kill(os.getpid(), signal.SIGTERM)  # save and end
             try:
                 self._beat(number)

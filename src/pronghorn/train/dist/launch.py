@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from tempfile import TemporaryDirectory
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 
 from pronghorn.errors import EndedElsewhere, EnvironmentFault, PronghornError, RecipeError, counted
 from pronghorn.recipe import Recipe
@@ -27,13 +29,14 @@ from pronghorn.train.dist.folder_store import PLACE, FolderStore
 from pronghorn.train.dist.heartbeat import EVERYWHERE, LAUNCHER, VERDICT, beat_key, verdict
 
 PATIENCE = 600.0  # seconds after a signal for ranks to finish their step and save, before they are killed
+PREFIX, LEFT = "pronghorn-ranks-", 3600.0  # of the folder in which ranks meet; seconds without a heartbeat
 GRACE = 30.0  # after an error of one of them
 LOOK = 0.05
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Signal -> likely cause, and what to do before the same command.
 KILLED: dict[int, tuple[str, str]] = {
     signal.SIGKILL: (
-        "the operating system kills processes when memory runs out",
+        "a person or a scheduler killed it, or the operating system, which does when memory runs out",
         "check the system log (dmesg), and start fewer ranks if memory ran out",
     ),
     signal.SIGABRT: (
@@ -47,15 +50,9 @@ CRASHED = ("a library or a driver crashed", "if it has happened before, update t
 
 
 def require_groups(recipe: Recipe, ranks: int) -> None:
-    """Refuses ranks that share packs and are no whole groups."""
-    context = recipe.world.context
-    if ranks % context:
-        more = -(-ranks // context) * context
-        raise RecipeError(
-            what=f"world.context: {context} does not divide the {counted(ranks, 'rank')} of this run",
-            why=f"groups of {context} consecutive ranks share each pack",
-            fix=f"start {more} ranks (--gpus {more}, or --ranks {more} on a CPU), or set world.context to a divisor",
-        )
+    if found := recipe.wrong_ranks(ranks):
+        what, why, fix = found
+        raise RecipeError(what=what, why=why, fix=fix)
 
 
 def require_packs(recipe: Recipe, ranks: int) -> None:
@@ -81,7 +78,8 @@ def require_packs(recipe: Recipe, ranks: int) -> None:
 
 def launch(ranks: int, command: Sequence[str]) -> None:
     """Raises where not every rank ended well; ranks show their own messages."""
-    with TemporaryDirectory(prefix="pronghorn-ranks-", ignore_cleanup_errors=True) as folder, _caught() as caught:
+    _remove_left()
+    with TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder, _caught() as caught:
         store, processes = FolderStore(folder), list[subprocess.Popen[bytes]]()
         try:
             store.set(LAUNCHER, str(os.getpid()))
@@ -98,6 +96,19 @@ def launch(ranks: int, command: Sequence[str]) -> None:
             for process in processes:
                 process.kill()
                 process.wait()
+
+
+def _remove_left() -> None:
+    """Removes folders of launchers that were killed, an hour after the last heartbeat of their ranks."""
+    for folder in Path(gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError, ValueError):
+            last = max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
+            if folder.stat().st_uid != os.getuid() or time.time() - last < LEFT:
+                continue
+            try:
+                os.kill(int((folder / LAUNCHER).read_text()), 0)
+            except ProcessLookupError:
+                shutil.rmtree(folder)
 
 
 def _environment(folder: str, rank: int, ranks: int) -> dict[str, str]:

@@ -217,12 +217,6 @@ def shard_of(
     if world.size == 1 or asked == "none":
         return "none"
     copies = recipe.world.replicate
-    if copies > 1 and (world.size % copies or world.size == copies):
-        raise RecipeError(
-            what=f"world.replicate: {copies} does not divide {world.size} ranks into groups that can shard weights",
-            why="all groups have the same number of ranks, at least two",
-            fix=f"start a multiple of {copies} ranks, at least {2 * copies}, or set world.replicate: 1",
-        )
     config = read_config(recipe.model)
     why = recipe.why_not_sharded or why_not_fast(config)
     if recipe.train.graph == "on":

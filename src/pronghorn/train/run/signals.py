@@ -20,7 +20,7 @@ from typing import Any, Self
 from pronghorn.report.console import say_now
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or the connection lost
-_FIRST = "stopping: finishing this step, then saving; press Ctrl-C again to quit immediately"
+_FIRST = "finishing this step, then saving"
 _SECOND = "quit without saving; complete checkpoints are intact, the same command resumes from the last one"
 _SHOW_CURSOR = "\x1b[?25h"  # a live display hides the cursor, and os._exit gives it no chance to bring it back
 
@@ -60,7 +60,11 @@ class StopRequest:
         elif self.signal_number is None:
             self.signal_number = number
             if not self._quiet:
-                self._say_first(_FIRST)
+                by_hand = number == signal.SIGINT
+                self._say_first(
+                    f"stopping: {_FIRST}; press Ctrl-C again to quit immediately" if by_hand
+                    else f"stopping on {signal.Signals(number).name}: {_FIRST}"
+                )  # fmt: skip
         elif number == signal.SIGINT:
             say_now(_SECOND, _SHOW_CURSOR)
             os._exit(128 + signal.SIGINT)

@@ -228,13 +228,7 @@ def set_up(
         base = in_background(lambda: base_of(recipe.model) if recipe.method != "full" and world.writes else {})
         require_trainable(model)
         why_own_layers, shards = _installed(recipe, model, shares, world, memory)
-        try:
-            with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
-                require_isolated_documents(model, device, facts.vocabulary)
-        except ModelError:
-            if shards is None:  # else they are not all here
-                refuse_broken_weights(model, recipe.model)  # with NaN nothing equals itself; then that is what to say
-            raise
+        _require_isolated(model, recipe, device, precision, facts, whole=shards is None)
         torch.manual_seed(recipe.train.seed)
         optimizer = make_optimizer(model, recipe)
     said += told + notices(recipe, source, device, precision, facts)
@@ -259,7 +253,8 @@ def set_up(
         objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
         spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best),
     )  # fmt: skip
-    _restore(session, found[1] if found else None)
+    if found:
+        put_back(session, found[1])
     world.require_same(lambda: {"weights": weights_key(model, shards)})
     return session
 
@@ -363,6 +358,19 @@ def _installed(
     return why_own_layers, None if shares is None else spread(shares, model)
 
 
+def _require_isolated(
+    model: HFModel, recipe: Recipe, device: torch.device, precision: Precision, facts: ModelFacts, *, whole: bool
+) -> None:
+    """`whole`: all weights are here."""
+    try:
+        with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
+            require_isolated_documents(model, device, facts.vocabulary)
+    except ModelError:
+        if whole:
+            refuse_broken_weights(model, recipe.model)  # with NaN nothing equals itself; then that is what to say
+        raise
+
+
 def _require_fp8_layers(model: HFModel, why_own_layers: str) -> None:
     """Weights that are not stored in FP8 are multiplied so by our layers alone; elsewhere the recipe would be ignored."""
     engine = engine_of(model)
@@ -371,13 +379,6 @@ def _require_fp8_layers(model: HFModel, why_own_layers: str) -> None:
         raise RecipeError(
             what="compute: fp8 is not supported for this model", why=why, fix="remove compute to multiply in 16 bits"
         )
-
-
-def _restore(session: Session, state: TrainState | None) -> None:
-    if state is not None:
-        put_back(session, state)
-    if session.world.rank:  # dropout of its own
-        torch.manual_seed(session.recipe.train.seed + 1_000_003 * session.world.rank + session.step)
 
 
 def put_back(session: Session, state: TrainState) -> None:
