@@ -137,11 +137,13 @@ def _of_context(recipe: Parts) -> list[str]:
     context, unit, capacity = recipe.world.context, recipe.world.piece_unit, recipe.train.capacity
     if context == 1:
         return []
-    whole = f"objective {recipe.objective} compares whole answers, of which each rank would have a part"
+    whole = (
+        "answers prompts of its own on each rank" if recipe.rollouts else "compares answers, of which ranks would have parts"
+    )
     wrong = {
         f"a pack is cut into {2 * context} pieces, so train.capacity {capacity} must be a multiple of {unit};"
         f" set train.capacity: {-(-capacity // unit) * unit}": capacity % unit > 0,
-        f"{whole}; set world.context: 1": recipe.objective.kind.reads != "documents",
+        f"objective {recipe.objective} {whole}; set world.context: 1": recipe.objective.kind.reads != "documents",
         "world.shard: experts sends rows to other ranks; set world.shard: base": recipe.world.shard == "experts",
         "layers: own attend to their own rank's rows; set layers: fast": recipe.layers == "own",
     }

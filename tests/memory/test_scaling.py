@@ -39,6 +39,10 @@ def test_bytes_over_links_by_hand() -> None:
     none, base = (ways(found)[way] for way in ("none", "base"))
     job = job_of(recipe(), LLAMA, GPUS["h100"])
     assert (found.packs, found.step_tokens) == (1, 131072)
+    assert "train.batch_tokens: 131072, a pack per GPU" in found.text()
+    uneven = scaling(recipe(), LLAMA, gpus="3xh100")  # one of them has two
+    assert (uneven.packs, uneven.step_tokens) == (2, 65536)
+    assert "a pack per GPU" not in uneven.text()
     gradients, network = 4 * trained_parameters(job), 4 * 100 / 8 * 1e6  # bytes, and bytes a ms of a machine's cards
     assert none.sent_bytes == pytest.approx(2 * 7 / 8 * gradients, abs=1)
     assert none.link_ms == pytest.approx(2 * 7 / 8 * gradients / network, abs=1e-3)

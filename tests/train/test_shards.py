@@ -25,7 +25,7 @@ from pronghorn.model.rank_files import RankFiles, in_rank_files
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import STATE, TENSORS
 from pronghorn.train.dist.launch import require_groups
-from pronghorn.train.dist.shards import Ring, shard_of
+from pronghorn.train.dist.shards import Ring, shard_of, told_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -256,6 +256,9 @@ def test_what_is_spread(recipe_for: RecipeFor) -> None:
     assert shard_of(recipe_for(world={"shard": "base"}), two, CPU, facts) == "base"
     assert shard_of(recipe_for(world={"shard": "full"}, method="full"), two, CPU, facts) == "full"
     assert shard_of(recipe_for(world={"replicate": 3}), World(), CPU, facts) == "none"  # one rank
+    alone = recipe_for(world={"shard": "base"}), recipe_for(world={"replicate": 2}), recipe_for()
+    told = [f"{asked} has no effect on one rank" for asked in ("world.shard: base", "world.replicate: 2")]
+    assert [told_of("none", World(), one) for one in alone] == [*([one] for one in told), []]
     for replicate in (2, 3):
         with pytest.raises(RecipeError, match=f"world.replicate: {replicate} does not divide 2 ranks"):
             require_groups(recipe_for(world={"replicate": replicate}, method="full"), 2)

@@ -65,7 +65,8 @@ def plan(arguments: argparse.Namespace, recipe: Recipe) -> None:
             found[0].as_dict(),
             f"{found[0].text(verbose=verbose)}\nlongest     one document of {tokens:,} tokens; to train it: "
             f"data.max_length={tokens} train.capacity={tokens} train.batch_"
-            f"{'rows=1' if recipe.train.batch_rows else f'tokens={tokens}'}",
+            f"{'rows=1' if recipe.train.batch_rows else f'tokens={tokens}'}"
+            + (f" world.context={recipe.world.context}" if recipe.world.context > 1 else ""),
         )
         return
     unknown = (

@@ -84,6 +84,7 @@ class Scaling:
     fleet: Fleet
     packs: int  # of each GPU, in a step
     step_tokens: int  # of all GPUs
+    enlarged: bool  # the recipe's step is smaller than a pack per GPU
     ways: tuple[Way, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,7 +106,11 @@ class Scaling:
 
     def assumptions(self) -> Sequence[str]:
         fleet = self.fleet
+        larger = (
+            f"train.batch_tokens: {self.step_tokens}, a pack per GPU: the recipe has fewer, which `pronghorn train` refuses"
+        )
         return (
+            *([larger] if self.enlarged else []),
             f"computing time is the prediction of `pronghorn plan --gpu {fleet.gpu.name}` for "
             f"{counted(self.packs, 'pack')} per GPU ({self.step_tokens:,} tokens per step over all GPUs)",
             f"bandwidth: {fleet.inside} in a machine with {fleet.inside_gbs:.0f} GB/s per direction, "
@@ -156,12 +161,14 @@ def scaling(
     if job.fp8 and not fleet.gpu.fp8_tflops:
         raise CommandError(what=f"{fleet.gpu.title} does not support FP8", fix="choose other --gpus, or method: lora or qlora")
     groups = fleet.size // recipe.world.context  # of which each has its own packs
-    packs, capacity = max(1, ceil(recipe.step_packs() / groups)), recipe.train.capacity
-    tokens = recipe.step_tokens() if recipe.train.batch_rows else packs * groups * capacity
+    packs = recipe.step_packs()
+    enlarged = packs < groups and recipe.train.batch_rows is None and recipe.rollouts is None
+    tokens = groups * recipe.train.capacity if enlarged else recipe.step_tokens()
     text = text_config(as_config(config))
     heads = [heads_of(text, layer) for layer in range(job.shape.layers)]
-    case = _Case(recipe, job, fleet, packs, host, 2 * job.element * sum(count * width for count, width in heads))
-    return Scaling(recipe.model, recipe.method, fleet, packs, tokens, tuple(map(case.way, WAYS)))
+    each = ceil(packs / groups)
+    case = _Case(recipe, job, fleet, each, host, 2 * job.element * sum(count * width for count, width in heads))
+    return Scaling(recipe.model, recipe.method, fleet, each, tokens, enlarged, tuple(map(case.way, WAYS)))
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,9 @@ def told_of(shard: str, world: World, recipe: Recipe) -> list[str]:
     """What the run says about it."""
     what = {"base": "frozen weights", "full": "weights, gradients and moments", "experts": "experts"}.get(shard)
     if what is None:
-        return []
+        asked = f"world.shard: {recipe.world.shard}" if recipe.world.replicate == 1 else f"world.replicate: {recipe.world.replicate}"
+        alone = world.size == 1 and asked not in ("world.shard: auto", "world.shard: none")
+        return [f"{asked} has no effect on one rank"] if alone else []
     parts = world.size // recipe.world.replicate
     return [f"world.shard: {shard}: each rank keeps 1/{parts} of the {what}; steps are not captured as CUDA graphs"]
 
