@@ -257,7 +257,7 @@ def test_runs_are_those_of_one_rank(recipe_for: RecipeFor, tmp_path: Path) -> No
 def test_what_cannot_share_packs_is_refused_before_anything_loads(recipe_for: RecipeFor, tmp_path: Path) -> None:
     for changes, why in (
         ({"train": {"capacity": 320, "batch_tokens": 640}}, "set train.capacity: 512"),
-        ({"objective": {"name": "dpo"}}, "whole answers"),
+        ({"objective": {"name": "dpo"}}, "compares answers"),
         ({"world": {"context": 2, "shard": "experts"}}, "sends rows to other ranks"),
         ({"layers": "own"}, "set layers: fast"),
     ):
