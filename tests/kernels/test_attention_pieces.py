@@ -13,10 +13,11 @@ from kernel_parts import Judge
 from test_attention import CASES, CUDA, backends, make, truth_and_yardstick
 
 from pronghorn.kernels.attention import attention_flash, attention_short, attention_torch
+from pronghorn.kernels.attention.attention import attention_backward, attention_forward
 from pronghorn.kernels.attention.attention_flex import block_mask
 from pronghorn.kernels.attention.attention_pieces import pieces_backward, pieces_forward, pieces_of
 from pronghorn.kernels.attention.attention_short import Config, Tiles
-from pronghorn.kernels.attention.attention_torch import Packed, spans
+from pronghorn.kernels.attention.attention_torch import Backend, Packed, spans
 from tables import covering, gpu_rows, table
 
 MANY = (1, 3, 127, 60, 193)  # 384 rows: documents within a piece, over two and over four; one begins where a piece does
@@ -103,6 +104,34 @@ def test_our_kernel_does_the_same(where: str, name: str, judge: Judge, monkeypat
     got = parts_of_all(tensors, cu, ranks, max(case["lengths"]), options | {"backend": "short"})
     for what, ours, theirs, exact in zip(("out", "dq", "dk", "dv", "dsinks"), got, yardstick, truth, strict=False):
         judge(ours.cpu(), theirs, exact, f"{name} {what}")
+
+
+ON_A_GPU = pytest.mark.skipif(not CUDA, reason="no CUDA device")
+AS_CHOSEN = list(itertools.product([64, 128], [(*MANY, 128), (4096,)], [None, 100]))  # whole tiles, as runs have them
+
+
+@ON_A_GPU
+@pytest.mark.parametrize(("width", "lengths", "window"), AS_CHOSEN)
+def test_our_kernel_as_a_gpu_chooses_it(width: int, lengths: tuple[int, ...], window: int | None, judge: Judge) -> None:
+    """In bf16, with the tiles of this GPU."""
+    tensors, cu, options = make("cuda", torch.bfloat16, heads=8, kv_heads=2, width=width, lengths=lengths, window=window)
+    truth, yardstick = truth_and_yardstick(tensors, cu, options, torch.bfloat16)
+    got = parts_of_all(tensors, cu, 2, max(lengths), options | {"backend": "short"})
+    for what, ours, theirs, exact in zip(("out", "dq", "dk", "dv"), got, yardstick, truth, strict=True):
+        judge(ours.cpu(), theirs, exact, f"{width} {what}")
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("backend", ["short", "flash2"])
+def test_a_long_document_is_that_of_one_piece(backend: Backend) -> None:
+    """32,768 rows, for which no truth can be had; a wrong bound would be wrong by as much as the values."""
+    tensors, cu, options = make("cuda", torch.bfloat16, heads=4, kv_heads=1, width=128, lengths=(32768,))
+    got = parts_of_all(tensors, cu, 4, 32768, options | {"backend": backend})
+    dout, *qkv = tensors
+    out, lse = attention_forward(*qkv, cu, 32768, backend=backend, **options)
+    whole = attention_backward(dout, *qkv, out, lse, cu, 32768, backend=backend, **options)
+    for ours, theirs in zip(got, (out, *whole[:3]), strict=True):
+        assert (ours.float() - theirs.float()).norm() <= 0.01 * theirs.float().norm()
 
 
 @table(("lengths", "window"), list(itertools.product([(768,), (1, 3, 127, 60, 77, 500)], [None, 1, 100, 300])))

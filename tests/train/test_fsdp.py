@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import in_ranks
+from rank_processes import count_collectives, in_ranks
 from test_ranks import apart
 from test_shards import LOOKS, alive, check_forecast, distance, runs, trained
 from watching import RecipeFor, Silent, losses_of, notices_of
 
+from benchmarks.world import measure
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
@@ -167,3 +168,14 @@ def test_a_rank_that_is_killed_in_backward_ends_the_others(full: RecipeFor, tmp_
         assert found is not None
         assert found[0] == 3
         assert f"rank {size - 1} ended without an error message; it was probably killed" in found[1]
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_the_benchmark_gathers_and_reduces_at_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of its two sharded models; FSDP2 itself copies there."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # `measure` sets them; this puts them back
+    calls = count_collectives(monkeypatch)
+    row = measure("tiny-full", warmup=1, steps=1, blocks=1, shard=True)
+    assert calls["_Gather"] > calls["_ReduceScatter"] > 0
+    assert row["cost_with_collectives"] > -1
