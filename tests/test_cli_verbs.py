@@ -131,16 +131,25 @@ def test_data_audit_writes_what_check_and_train_read(place: Place, capsys: pytes
     (checked,) = lines(capsys, "check", str(place.recipe), data, f"data.select={folder / 'select.json'}")
     assert (checked["documents"], checked["copies"]) == (34 - copies, 0)
     text = shown(capsys, "data", "audit", str(place.recipe), data, "--output", str(folder), "--gpu", "h200")
-    assert f"data.select={folder / 'select.json'}" in text
+    own = f"{data} data.select={folder / 'select.json'} output={place.run}-selected"
+    assert f"train {place.recipe} {own}\n" in text  # with the keys of this command
+    taken = tmp_path / "taken-selected"
+    taken.mkdir()
+    text = shown(capsys, "data", "audit", str(place.recipe), data, f"output={tmp_path / 'taken'}", "-o", str(folder))
+    assert f"output={taken}-2" in text
     assert "GPU seconds" in text
     assert main(["data", "audit", str(place.recipe), data, "--output", str(place.recipe / "no")]) == 3
     assert "choose another folder" in capsys.readouterr().err
 
 
 def test_data_audit_reads_the_losses_of_a_run_or_asks_the_model(
-    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit = ("data", "audit", str(place.recipe), "-o", str(tmp_path / "audit"))
+    with monkeypatch.context() as patched:  # before the pass, whose losses could not be written
+        patched.setattr("pronghorn.train.run.row_scores.score_rows", lambda *_: pytest.fail("scored"))
+        assert main([*audit[:3], "--score", "-o", str(place.recipe / "no")]) == 3
+    assert "choose another folder" in capsys.readouterr().err
     (facts,) = lines(capsys, *audit, "--run", str(place.run))
     assert facts["scores"]["rows"] == facts["rows"] == 30
     assert [one["name"] for one in facts["reasons"]][5:] == ["known", "suspect"]  # no model was asked

@@ -10,6 +10,7 @@ import pytest
 
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.prepare import prepare
+from pronghorn.data.read.selection import LeftOut, keys_of, selection_text
 from pronghorn.data.read.splitting import Apart, apart
 from pronghorn.errors import DataError
 from pronghorn.recipe_objective import Rows as Wanted
@@ -166,6 +167,13 @@ def test_a_file_is_compared_with_the_training_rows(tmp_path: Path) -> None:
         split(doubled, tmp_path, held, leaks="refuse")
     assert "a.jsonl:4" in caught.value.why
     assert split(rows, tmp_path, held[:20], leaks="refuse").remarks == ()
+    select = tmp_path / "select.json"  # what it leaves out is no leak
+    keys = keys_of(prepare((str(tmp_path / "a.jsonl"),), Data(train=("a",)), TOKENIZER).rows)
+    select.write_text(selection_text([LeftOut(keys[at], "leak", "") for at in (3, 4, 5)]))
+    left = split(rows, tmp_path, held, leaks="refuse", select=str(select))
+    assert left.remarks == (f"left out 3 rows: leak ({select})",)
+    one = split(doubled, tmp_path, held, select=str(select))
+    assert one.remarks[0].startswith("1 of 23 held-out rows: the training data has the same text (1 exact)")
     with pytest.raises(DataError, match="leaves no row"):
         split(rows, tmp_path, rows, leaks="drop")
 

@@ -18,6 +18,7 @@ from pronghorn.errors import Interrupted
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Train
 from pronghorn.report.run_log import read_log
+from pronghorn.report.run_stats import run_stats
 from pronghorn.report.summary import summary
 from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
 from pronghorn.train.dist.world import World
@@ -48,6 +49,8 @@ def test_a_mean_that_is_kept_is_that_of_the_last_steps_wherever_the_run_was_stop
     for name, mean in found.items():
         assert torch.allclose(mean, torch.stack([one[name] for one in each]).double().mean(0).float(), rtol=1e-5, atol=1e-8)
     last, kept = events_of(whole.folder, "eval")
+    shown = run_stats(read_log(whole.folder))
+    assert shown.perplexity == (kept if kept["loss"] < last["loss"] else last)["perplexity"]  # of one step, both
     assert (event["last_loss"], event["loss"]) == (last["loss"], kept["loss"])
     assert kept["loss"] != last["loss"] == losses_of(plain.folder, "eval")[-1]
     assert verify_checkpoint(whole.checkpoint or Path())["values"]["average"] == {"first": 5, "count": 5, "kept": True}

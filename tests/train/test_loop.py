@@ -227,6 +227,9 @@ def test_a_longer_run_goes_on_from_before_the_decay_and_ends_as_one_that_was_pla
     with pytest.raises(CheckpointError, match=r"eval\.stop ended this run after step 4, and would again"):
         run("stopped", {"steps": 15}, **stops)
     assert run("stopped", {"steps": 12}, **stops).step == 7  # as it was
+    freed = run("stopped", {"steps": 12})
+    assert (freed.reason, freed.step) == ("done", 12)
+    assert any("eval.stop is taken away: the run goes on from checkpoint-4" in text for text in notices_of(freed.folder))
     freed = run("stopped", {"steps": 15})
     assert (freed.reason, freed.step) == ("done", 15)
     planned = run("planned", {"steps": 15})

@@ -15,7 +15,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Stop
 from pronghorn.train.run.evaluate import Progress, QuestionScores
 from pronghorn.train.run.paired import FEWEST, MOST, Floats, Seen, compared, difference, expected_gain, kept
-from pronghorn.train.source.sizes import no_constant_phase, too_few_questions, too_few_to_predict
+from pronghorn.train.source.sizes import average_of_the_warm_up, no_constant_phase, too_few_questions, too_few_to_predict
 from tables import table
 
 NEEDS = "eval.stop.gain needs 4 evaluations at a constant rate"
@@ -151,6 +151,14 @@ def test_a_rule_without_a_trend_is_told(every: float, times: int | None) -> None
     source: Any = SimpleNamespace(total=20, held_out=[1])
     told = too_few_to_predict(recipe, source)
     assert told == ([] if times is None else [f"{NEEDS}, and the run has {times}; set eval.every: 0.05"])
+
+
+@table(("share", "told"), [(0.2, ""), (18, ""), (19, "step 2 of 20"), (500, "step 1 of 20")])
+def test_a_mean_that_begins_in_the_warm_up_is_told(share: float, told: str) -> None:
+    train = {"schedule": "constant", "warmup": 2, "average": share}
+    recipe = Recipe.model_validate({"model": "m", "data": {"train": "a.jsonl", "eval": 0.1}, "train": train})
+    found = average_of_the_warm_up(recipe, SimpleNamespace(total=20))  # type: ignore[arg-type]
+    assert (told in found[0]) if told else not found
 
 
 @table(("decay", "told"), [(0.2, ""), (18, ""), (19, "1 are warm-up and 19 decay"), (100_000, "1 are warm-up and 19 decay")])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 from pronghorn.cli.output import STARTING, displaying, say, show
@@ -43,6 +45,12 @@ def options(one: argparse.ArgumentParser) -> None:
 
 def audit(arguments: argparse.Namespace, recipe: Recipe) -> None:
     folder, leave_out = arguments.output, _leave_out(arguments, recipe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before a scoring pass, whose losses could not be written
+        with NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_written(error, folder) from error
     with displaying(arguments) as display:
         from pronghorn.data.audit.audit import collect
         from pronghorn.data.encode.tokens import TokenizerFiles
@@ -63,18 +71,28 @@ def audit(arguments: argparse.Namespace, recipe: Recipe) -> None:
             **({"scores.jsonl": found.scores} if found.scores else {}),
         }
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             for file, text in files.items():
                 write_text(folder / file, text)
         except OSError as error:
-            raise EnvironmentFault.of(error, "cannot write the audit", folder, "choose another folder with -o") from error
+            raise _not_written(error, folder) from error
     say(arguments, facts, found.table())
     if not arguments.json:
         show(f"page:       {folder / 'audit.html'}")
         if facts["left_out"]["rows"]:
             select = f"data.select={folder / 'select.json'}"
-            own = f"output={recipe.output}-selected"  # a run that exists goes on with the rows that it has
-            show(f"train:      {command('train', arguments.recipe, select, own)}")
+            kept = [word for word in arguments.overrides if not word.startswith(("output=", "data.select="))]
+            show(f"train:      {command('train', arguments.recipe, *kept, select, f'output={_free(recipe.output)}')}")
+
+
+def _not_written(error: OSError, folder: Path) -> EnvironmentFault:
+    return EnvironmentFault.of(error, "cannot write the audit", folder, "choose another folder with -o")
+
+
+def _free(output: str) -> str:
+    """A folder without a run: one that exists goes on with the rows that it has."""
+    first = f"{output}-selected"
+    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not Path(name).exists())
 
 
 def _leave_out(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, float]:

@@ -192,15 +192,13 @@ def choose(
         junk = int(np.isin(firsts, reasons).sum())
     chosen, mixed = repeated(in_units(rows.sources, table), keep[firsts])
     table = table.select_units(chosen) if mixed or not keep.all() else table
-
     remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed, *([found.remark] if found and found.remark else [])]
     if rows.table.pairs is not None:
         nothing_learned = {"an empty answer": rows.empty, "identical answers": rows.identical}
         remarks += [f"left out {counted(count, unit)} with {what}" for what, count in nothing_learned.items() if count]
     elif rows.empty and spec.junk == "keep":
-        remarks.append(
-            f"{counted(rows.empty, 'row')} with an empty answer: only the end token carries loss; data.junk: drop removes them"
-        )
+        drops = "data.junk: drop removes them" + ("" if spec.select is None else ", and so may data.select")
+        remarks.append(f"{counted(rows.empty, 'row')} with an empty answer: only the end token carries loss; {drops}")
     if rows.lost:
         remarks.append(
             f"{counted(rows.lost, 'row')} whose content the chat template partly drops, trained without it (data.lost: allow)"
@@ -224,8 +222,9 @@ def choose(
         why = "the answer starts after" if spec.long == "truncate" else "longer than"
         remarks.append(f"dropped {dropped_long:,} of {counted(units, unit)}: {why} {limit:,} tokens")
     if no_loss and strict:
-        parts = counted(len(learnt), unit) + " and pieces" * (split_into > 0)
-        remarks.append(f"dropped {no_loss:,} of {parts}: no token carries loss")
+        remarks.append(
+            f"dropped {no_loss:,} of {counted(len(learnt), unit)}{' and pieces' * (split_into > 0)}: no token carries loss"
+        )
     remarks += [f"{counted(rows.bad, 'bad row')} written to {rows.bad_rows_file}"] if rows.bad else []
     counts = Counts(
         read=rows.read, bad=rows.bad, exact_duplicates=exact, near_duplicates=near, junk=junk,

@@ -159,7 +159,12 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         loss=_losses([e for e in steps if "frac_reward_zero_std" not in e]),
         evaluation=evaluation,
         perplexity=next(
-            (as_number(e["perplexity"]) for e in evals if e.get("step") == evaluation.best_step and "perplexity" in e), None
+            (
+                as_number(e["perplexity"])
+                for e in evals
+                if e.get("step") == evaluation.best_step and as_number(e.get("loss")) == evaluation.best and "perplexity" in e
+            ),
+            None,  # two evaluations may be of one step: of the last weights, and of their mean (train.average)
         ),
         metrics=_metrics(kept, evals),
         reward=_curve([(as_number(e["reward"]), e.get("step")) for e in rewarded], max),

@@ -90,7 +90,9 @@ def collect(
     if other is not None:  # what both have is a reason, by containment
         sides = Apart(prepared.tokens, other.tokens, other.remarks)
     else:
-        sides = apart(prepared, None, recipe.data.model_copy(update={"leaks": "warn"}), recipe.train.seed, progress)
+        sides = apart(
+            prepared, None, recipe.data.model_copy(update={"leaks": "warn", "select": None}), recipe.train.seed, progress
+        )
     side, trained = Side.of(prepared.tokens), Side.of(sides.train)
     held = None if sides.held is None else Side.of(sides.held)
     pairs = side.table.pairs is not None

@@ -43,7 +43,7 @@ def read_apart(
     """The rows of data.train, those of data.eval if that is a file, and what to train and to evaluate on."""
     prepared, other = read_both(recipe, tokenizer, progress, stage)
     with stage("read"):
-        sides = selected(apart(prepared, other, recipe.data, recipe.train.seed, progress), prepared, recipe, progress)
+        sides = apart(prepared, other, recipe.data, recipe.train.seed, progress)
     if recipe.eval.stop and sides.held is None:
         raise RecipeError(
             what="eval.stop needs held-out data",
@@ -67,29 +67,33 @@ def read_both(recipe: Parts, tokenizer: Tokenizer, progress: Progress, stage: St
     return read(recipe.data.train), read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
 
 
-def selected(sides: Apart, prepared: Prepared, recipe: Parts, progress: Progress = silent) -> Apart:
-    """Without the training rows that `data.select` leaves out."""
-    if recipe.data.select is None:
-        return sides
-    found = select(sides.train, prepared.rows, recipe.data.select, recipe.train.seed, progress)
-    return replace(sides, train=found.train, remarks=(*sides.remarks, *found.remarks), selection=found)
-
-
 def apart(prepared: Prepared, held: Prepared | None, spec: Data, seed: int, progress: Progress = silent) -> Apart:
-    """`held`: of the file in `data.eval`, if that is one."""
-    train = Side.of(prepared.tokens)
-    if held is not None:
-        other = Side.of(held.tokens)
-        found = leaks(train, other, prepared.rows.path, progress)
-        return _policy(train, other, found, spec, str(spec.eval))
-    if spec.eval is None:
-        return Apart(prepared.tokens)
-    assert not isinstance(spec.eval, str)
-    return hold_out(train, spec.eval, seed, spec, prepared.rows.path, progress)
+    """`held`: of the file in `data.eval`, if that is one. `data.select` comes before `data.leaks`: what it leaves out is no
+    leak."""
+    train, where, remarks = Side.of(prepared.tokens), str(spec.eval), list[str]()
+    other = None if held is None else Side.of(held.tokens)
+    between: Leaks | None = None
+    if isinstance(spec.eval, float):
+        where = "data.eval"
+        train, other, between, remarks = hold_out(train, spec.eval, seed, prepared.rows.path, progress)
+    chosen = None if spec.select is None else select(train.table, prepared.rows, spec.select, seed, progress)
+    if chosen is not None and chosen.left_out:
+        train = Side.of(chosen.train)
+        between = between if between is not None and not len(between.held) else None
+    if other is None:
+        done = Apart(train.table)
+    else:
+        found = leaks(train, other, prepared.rows.path, progress) if between is None else between
+        done = _policy(train, other, found, spec, where)
+    told = chosen.remarks if chosen is not None else ()
+    return replace(done, remarks=(*remarks, *done.remarks, *told), selection=chosen)
 
 
-def hold_out(side: Side, fraction: float, seed: int, spec: Data, cache: Path, progress: Progress = silent) -> Apart:
-    """The same rows for the same seed. Pieces of one split row, answers to one prompt and copies stay together."""
+def hold_out(
+    side: Side, fraction: float, seed: int, cache: Path, progress: Progress = silent
+) -> tuple[Side, Side, Leaks, list[str]]:
+    """Both sides, what stands in both, and remarks. The same rows for the same seed. Pieces of one split row, answers to one
+    prompt and copies stay together."""
     unit, target = unit_of(side.table), max(1, round(fraction * len(side)))
     if target >= len(side):
         raise DataError(
@@ -110,9 +114,7 @@ def hold_out(side: Side, fraction: float, seed: int, spec: Data, cache: Path, pr
         remarks.append(f"held out {held.sum():,} of {counted(len(side), unit)} instead of {target:,}: copies stay together")
     both = np.intersect1d(kin.near[held], kin.near[~held])
     trained, measured = (Side.of(side.table.select(side.rows(chosen))) for chosen in (~held, held))
-    found = _between(kin, held, both)
-    done = _policy(trained, measured, found, spec, "data.eval")
-    return replace(done, remarks=(*remarks, *done.remarks))
+    return trained, measured, _between(kin, held, both), remarks
 
 
 def _held(family: Longs, order: Longs, target: int) -> Flags:

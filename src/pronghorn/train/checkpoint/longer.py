@@ -1,4 +1,5 @@
-"""A run that is asked for more epochs or steps goes on from its last stable checkpoint, as if it had been planned so.
+"""A run that is asked for more epochs or steps goes on from its last stable checkpoint, as if it had been planned so. So does
+one that stopped early and whose eval.stop is taken away.
 
 A checkpoint is stable if the rate had not begun to decay: with wsd up to the one where the decay begins, which is kept; with a
 constant rate each. Rows and rates before it do not depend on how long the run was to be, unless the warm-up is a share of it.
@@ -18,13 +19,14 @@ LENGTH = ("train.epochs", "train.steps")
 
 
 def is_longer(then: Recipe, now: Recipe, state: TrainState) -> bool:
-    """Whether it is another length that is asked for, at a rate that does not depend on it."""
+    """Whether the run is to be longer than it was, at a rate that does not depend on it."""
     before, after = then.train, now.train
+    freed = then.eval.stop is not None and now.eval.stop is None and state.values["progress"].get("decay_from") is not None
     if not state.values.get("planned") or before.schedule != after.schedule or after.schedule not in ("wsd", "constant"):
         return False
     if before.steps is None or after.steps is None:
-        return before.steps == after.steps and after.epochs > before.epochs
-    return after.steps > before.steps
+        return before.steps == after.steps and after.epochs > before.epochs - freed
+    return after.steps > before.steps - freed
 
 
 def is_stable(then: Recipe, progress: Progress, state: TrainState) -> bool:

@@ -133,6 +133,8 @@ def find_checkpoint(
                 decayed = decayed or (path, state, changed)
                 continue
             state = as_longer(state, then.progress, now, run)
+            if then.progress.decay_from is not None and now.eval.stop is None:
+                say(f"eval.stop is taken away: the run goes on from {path.name}, where its rate was constant")
             for key in LENGTH:
                 if change := changed.pop(key, ""):
                     say(f"{key}: {change}: the run goes on from {path.name}, where its rate was constant")

@@ -19,6 +19,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Lora, Train, steps_between
 from pronghorn.train.dist.launch import require_groups, require_packs
 from pronghorn.train.objectives import objective_of
+from pronghorn.train.run.average import window
 from pronghorn.train.run.paired import FEWEST, FEWEST_QUESTIONS
 from pronghorn.train.source.source import Report, Source
 
@@ -151,6 +152,15 @@ def no_constant_phase(recipe: Recipe, source: Source) -> list[str]:
     ]
 
 
+def average_of_the_warm_up(recipe: Recipe, source: Source) -> list[str]:
+    """Where the mean would have weights of rates that still rose."""
+    train, total = recipe.train, source.total
+    first, warmup = window(train, total, train.decays(total)).start, train.warmup_steps(total)
+    if train.average is None or first > warmup:
+        return []
+    return [f"train.average: {train.average:g} begins in the warm-up (step {first:,} of {total:,}); set train.average: 0.1"]
+
+
 def too_few_to_predict(recipe: Recipe, source: Source) -> list[str]:
     """Where eval.stop.gain has no trend to look at."""
     stop, constant = recipe.eval.stop, recipe.train.constant(source.total)
@@ -193,6 +203,7 @@ def notices(recipe: Recipe, source: Source, device: torch.device, precision: Pre
         source.notices()
         + evaluated_once(recipe, source)
         + no_constant_phase(recipe, source)
+        + average_of_the_warm_up(recipe, source)
         + too_few_to_predict(recipe, source)
         + too_few_questions(recipe, source)
     )

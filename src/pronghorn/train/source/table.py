@@ -15,7 +15,7 @@ from pronghorn.data.preference.pair_choices import first_rows, held_out_by
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.prepare import Prepared, findings, prepare
 from pronghorn.data.read.reading import parts_of, text_bytes
-from pronghorn.data.read.splitting import Apart, apart, read_apart, selected
+from pronghorn.data.read.splitting import apart, read_apart
 from pronghorn.errors import PronghornError
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.memory.forecast import BYTES_PER_TOKEN
@@ -68,9 +68,8 @@ class TableSource(Source):
         try:
             files = _CachedOnly(recipe.model, spec)
             prepared = prepare(spec.train, spec, files, wanted=wanted, capacity=recipe.train.capacity)
-            held_out = isinstance(spec.eval, float)
-            sides = apart(prepared, None, spec, recipe.train.seed) if held_out else Apart(prepared.tokens)
-            table = selected(sides, prepared, recipe).train
+            told = spec if isinstance(spec.eval, float) else spec.model_copy(update={"eval": None})  # no file is read for it
+            table = apart(prepared, None, told, recipe.train.seed).train
         except (_NotPreparedError, PronghornError):
             return Foreseen(_estimated_tokens(recipe), estimated=True)
         lengths = table.lengths.astype("int64")
