@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from pronghorn.errors import CommandError, HealthStop, Interrupted, PronghornErr
 from pronghorn.model.lora import restore_adapter
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.report.run_log import history, read_log
+from pronghorn.report.run_stats import run_stats
 from pronghorn.report.stages import Stages
 from pronghorn.sweep import halving, judging
 from pronghorn.sweep.grid import trials_of
@@ -74,7 +76,7 @@ def recipe_text(model: Path, folder: Path, steps: int = 12, every: int = 30, **t
 def sweep_of(text: str, *words: str, budget: str = "", display: Any = None) -> Sweep:
     folder, trials = trials_of(words, lambda given: parse_recipe(text, given), None)
     limit = Budget.of(budget, None) if budget else None
-    return Sweep(folder, trials, display=display or Shown(), budget=limit, stages=Stages())
+    return Sweep(folder, trials, display=display or Shown(), budget=limit)
 
 
 def without_seconds(value: Any) -> Any:
@@ -90,8 +92,10 @@ def losses(run: Path) -> list[float]:
 
 def test_the_winner_is_the_run_that_its_rate_has_alone(lively: Path, tmp_path: Path) -> None:
     """All trials run in one session; the one that is left is finished, with the recipe's own evaluation."""
-    text, shown = recipe_text(lively, tmp_path), Shown()
+    text, shown, began = recipe_text(lively, tmp_path), Shown(), time.perf_counter()
     table = sweep_of(text, RATES, display=shown).run()
+    accounts = [run_stats(read_log(Path(row["folder"]))).seconds for row in table["trials"]]
+    assert 0 < sum(accounts) < time.perf_counter() - began, "a trial's account has the time of its own steps alone"
     won = next(row for row in table["trials"] if row["trial"] == table["winner"])
     assert won["ended"] == "the winner"
     assert [one["step"] for one in won["rungs"]] == [4, 12]

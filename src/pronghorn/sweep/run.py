@@ -55,13 +55,12 @@ class Sweep:
         budget: Budget | None = None,
         price: float | None = None,
         say: Callable[[str], None] = lambda _: None,
-        stages: Stages | None = None,
         name: str = "sweep",
     ) -> None:
         """`price`: USD an hour. `say`: tells a person. `name`: the recipe's."""
         require_possible(len(trials), budget)
         self.folder, self.trials, self.budget, self.price = folder, trials, budget, price
-        self.display, self.say, self.stages, self.name = display, say, stages or Stages(), name
+        self.display, self.say, self.name = display, say, name
         self.kept = KeptSession()
         self._began, self._before = time.perf_counter(), 0.0
         self._counts_R: Counts | None = None
@@ -83,7 +82,7 @@ class Sweep:
         for group in _sharing(self.trials)[1:]:
             look_ahead(group[0].recipe)  # what this machine or model cannot do is refused now, and not after other trials
         session = self._session(self.trials[0])
-        work = Work.of(session, seconds_of_a_step(session, self.stages))
+        work = Work.of(session, seconds_of_a_step(session, Stages()))
         plan, runs = planned(len(self.trials), work, self.budget, self._spent())
         told_first = told(len(self.trials), plan, work, self.budget, self.price)
         self.state |= {"rungs": asdict(plan), "runs": runs, "run": asdict(work), "told": told_first}
@@ -119,9 +118,10 @@ class Sweep:
         if not last:  # rungs decide: until the last stretch, no evaluation is needed, and none may end the run
             recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"every": NEVER, "stop": None})})
         pause = Pause(self.rungs.shares[rung])
+        stages = Stages(time.monotonic())  # a trial's account has its own time, and what trials share is in none
         watch = Watch(self.display, trial.folder, pause, LABEL, self._trained(), self._all_tokens())
         try:
-            train(recipe, display=watch, stages=self.stages, kept=self.kept, pause=pause)
+            train(recipe, display=watch, stages=stages, kept=self.kept, pause=pause)
             why = pause.why
         except HealthStop as stopped:
             self.kept.drop()
@@ -131,7 +131,7 @@ class Sweep:
             step, tokens = _reached(trial.folder)
             found = Judgement(rung, step, tokens, 0.0, why=why)
         else:
-            found = judged(session, rung, decays=not last, stages=self.stages, progress=self.display.progress)
+            found = judged(session, rung, decays=not last, stages=stages, progress=self.display.progress)
             if found.why:
                 self.kept.drop()
         _write_json(self._file(trial, rung), asdict(found))
@@ -144,7 +144,7 @@ class Sweep:
         return [trial for group in (groups[::-1] if rung % 2 else groups) for trial in group]
 
     def _session(self, trial: Trial) -> Session:
-        return ready(trial.recipe, trial.folder, self.display, self.stages, (), World(), {}, self.kept)
+        return ready(trial.recipe, trial.folder, self.display, Stages(), (), World(), {}, self.kept)
 
     def _held_out_counts(self) -> Counts:
         """Tokens with loss in each held-out row: a session has them, and one is there unless the sweep has just begun again."""
