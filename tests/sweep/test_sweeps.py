@@ -18,6 +18,7 @@ import pytest
 from pronghorn.cli import main
 from pronghorn.errors import CommandError, HealthStop, Interrupted, PronghornError
 from pronghorn.model.lora import restore_adapter
+from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.run_stats import run_stats
@@ -97,7 +98,7 @@ def test_the_winner_is_the_run_that_its_rate_has_alone(lively: Path, tmp_path: P
     accounts = [run_stats(read_log(Path(row["folder"]))).seconds for row in table["trials"]]
     assert 0 < sum(accounts) < time.perf_counter() - began, "a trial's account has the time of its own steps alone"
     won = next(row for row in table["trials"] if row["trial"] == table["winner"])
-    assert won["ended"] == "the winner"
+    assert won["ended"] == "the winner; finished: 12 of 12 steps"
     assert [one["step"] for one in won["rungs"]] == [4, 12]
     others = [row for row in table["trials"] if row is not won]
     assert all(row["step"] == 4 and "rung 1: loss" in row["ended"] for row in others)
@@ -110,6 +111,28 @@ def test_the_winner_is_the_run_that_its_rate_has_alone(lively: Path, tmp_path: P
     assert ends[1]["loss"] == pytest.approx(won["loss"], abs=1e-6)
     assert all(done < total for done, total in shown.amounts)
     assert (tmp_path / "run-sweep" / "sweep.html").read_text().count("trial-0") > 6
+
+
+@pytest.mark.parametrize(("every", "stopped"), [(3, 6), (1, 2)], ids=["after its first rung", "before it"])
+def test_a_rule_that_stops_runs_stops_the_winner_where_it_would_alone(
+    lively: Path, tmp_path: Path, every: int, stopped: int
+) -> None:
+    """And a trial has the recipe of that run, whether it went on or not."""
+    text, rule = recipe_text(lively, tmp_path), [f"eval.every={every}", "eval.stop={patience: 1, min_delta: 9}"]
+    table = sweep_of(text, RATES, *rule).run()
+    won = next(row for row in table["trials"] if row["trial"] == table["winner"])
+    assert f"early stop after {stopped} of 12 steps: held-out loss improved by less than 9" in won["ended"]
+    alone = parse_recipe(text, [f"train.lr={won['keys']['train.lr']}", f"output={tmp_path / 'alone'}", *rule])
+    train(alone, display=Shown())
+    one, other = (
+        [(event["event"], event["step"], event["loss"]) for event in read_log(folder) if event["event"] in ("step", "eval")]
+        for folder in (Path(won["folder"]), tmp_path / "alone")
+    )
+    assert one == other
+    for row in table["trials"]:
+        recipe = Recipe(**read_log(Path(row["folder"]))[0]["recipe"])
+        assert set(alone.differences(recipe)) <= {"train.lr"}
+        assert recipe.eval == alone.eval
 
 
 def test_a_rate_that_only_looks_worse_before_its_decay_wins(lively: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def sweep(arguments: argparse.Namespace, look_for_hub: Callable[[str], None]) ->
         found = Sweep(folder, trials, display=display, budget=budget, price=price, say=told, name=name).run()
     say(arguments, found, sweep_table(found))
     if not arguments.json:
-        best = str(folder / found["winner"])
+        best, ended = next((row["folder"], row["ended"]) for row in found["trials"] if row["trial"] == found["winner"])
         show(f"page:       {folder / 'sweep.html'}")
-        show(f"run:        {best}, finished")
+        show(f"run:        {best}, {ended.partition('; ')[2]}")
         show(f"chat:       {command('chat', best)}")

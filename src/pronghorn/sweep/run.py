@@ -25,6 +25,7 @@ from pronghorn.errors import CommandError, EnvironmentFault, HealthStop
 from pronghorn.recipe import MAY_CHANGE_ON_RESUME, flat
 from pronghorn.report.html import write_text
 from pronghorn.report.run_log import FILE_NAME, as_number, plain, read_log
+from pronghorn.report.run_stats import ending, run_stats
 from pronghorn.report.stages import Stages
 from pronghorn.report.sweep_page import render_sweep
 from pronghorn.small_files import read_small
@@ -42,7 +43,6 @@ from pronghorn.train.setup.setup import Session, look_ahead
 
 STATE, PAGE = "sweep.json", "sweep.html"
 LABEL = "sweep"
-NEVER = 10**9  # steps
 
 
 class Sweep:
@@ -114,24 +114,22 @@ class Sweep:
             self.say(f"rung {rung + 1} of {len(self.rungs.shares)}: {', '.join(trial.told for trial in self._alive())} go on")
 
     def _judge(self, trial: Trial, rung: int, *, last: bool) -> None:
-        recipe = trial.recipe
-        if not last:  # rungs decide: until the last stretch, no evaluation is needed, and none may end the run
-            recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"every": NEVER, "stop": None})})
-        pause = Pause(self.rungs.shares[rung])
+        # Until the last stretch, only a rule that may end the run before its rung needs evaluations.
+        pause = Pause(self.rungs.shares[rung], evaluates=last or trial.recipe.eval.stop is not None)
         stages = Stages(time.monotonic())  # a trial's account has its own time, and what trials share is in none
         watch = Watch(self.display, trial.folder, pause, LABEL, self._trained(), self._all_tokens())
         try:
-            train(recipe, display=watch, stages=stages, kept=self.kept, pause=pause)
+            reason = train(trial.recipe, display=watch, stages=stages, kept=self.kept, pause=pause).reason
             why = pause.why
         except HealthStop as stopped:
             self.kept.drop()
-            why = f"diverged: {stopped.what}"
+            reason, why = "health", f"diverged: {stopped.what}"
         session = self.kept.session
         if why or session is None:
             step, tokens = _reached(trial.folder)
             found = Judgement(rung, step, tokens, 0.0, why=why)
         else:
-            found = judged(session, rung, decays=not last, stages=stages, progress=self.display.progress)
+            found = judged(session, rung, decays=reason == "paused", stages=stages, progress=self.display.progress)
             if found.why:
                 self.kept.drop()
         _write_json(self._file(trial, rung), asdict(found))
@@ -223,7 +221,10 @@ class Sweep:
             judgements = self._judgements(trial)
             known = [one for one in judgements if not one.why]
             reached, last = judgements[-1:], known[-1:]
-            won = self.state["winner"] == trial.name
+            ended = self.state["ended"].get(str(trial.number), "")
+            if self.state["winner"] == trial.name:
+                run = run_stats(_events(trial.folder))
+                ended = "the winner; " + ending(run.state, run.step, run.planned, run.why)
             rows.append(
                 {
                     "trial": trial.name,
@@ -234,7 +235,7 @@ class Sweep:
                     "loss": last[0].loss if last and last == reached else None,
                     "error": last[0].error if last and last == reached else None,
                     "seconds": _seconds(trial.folder, judgements),
-                    "ended": "the winner" if won else self.state["ended"].get(str(trial.number), ""),
+                    "ended": ended,
                     "rungs": [{"step": one.step, "tokens": one.tokens, "loss": one.loss, "error": one.error} for one in known],
                 }
             )
