@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pronghorn.cli.output import STARTING, displaying, say, show
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, HealthStop
 from pronghorn.process import importing, started_as
 from pronghorn.program import command
 
@@ -47,7 +47,16 @@ def sweep(arguments: argparse.Namespace, look_for_hub: Callable[[str], None]) ->
         found = Sweep(folder, trials, display=display, budget=budget, price=price, say=told, name=name).run()
     say(arguments, found, sweep_table(found))
     if not arguments.json:
-        best, ended = next((row["folder"], row["ended"]) for row in found["trials"] if row["trial"] == found["winner"])
         show(f"page:       {folder / 'sweep.html'}")
+    if found["winner"] is None:
+        arguments.json = False  # its one object is the table; the message goes to standard error
+        raise HealthStop(
+            what="every trial diverged",
+            where=str(folder),
+            why=found["trials"][0]["ended"],
+            fix="sweep lower values of train.lr, in another folder (-o)",
+        )
+    if not arguments.json:
+        best, ended = next((row["folder"], row["ended"]) for row in found["trials"] if row["trial"] == found["winner"])
         show(f"run:        {best}, {ended.partition('; ')[2]}")
         show(f"chat:       {command('chat', best)}")

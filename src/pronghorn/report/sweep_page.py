@@ -60,9 +60,12 @@ def _plot(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Plot:
 def _tiles(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     won = rows[0]
     tokens, spent = _spent(facts)
-    tiles = [
+    best = [
         ("winner", won["trial"], _keys(won)),
         ("held-out loss", number_format.figure(won["loss"]), f"± {number_format.figure(won['error'])}, at its end"),
+    ]
+    tiles = [
+        *(best if facts["winner"] else [("winner", "none", "every trial diverged")]),
         ("trials", f"{len(rows)}", f"{len(facts['rungs']['shares'])} rungs"),
         ("tokens", number_format.count(tokens), "read by all trials"),
         ("GPU time", number_format.duration(spent), f"{number_format.duration(facts['seconds'])} with loading"),
