@@ -31,6 +31,7 @@ from pronghorn.sweep.run import STATE, Sweep
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import ready, train
 from pronghorn.train.run.answers import measure
+from pronghorn.train.run.run_folder import RunFolder
 from samples import chat_rows, make_lively_model, make_tokenizer, write_rows
 
 RATES = "train.lr=3e-3,3e-2,1e-2"
@@ -221,6 +222,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(lively: Path, tmp_path: Path)
     assert table["winner"]
     with pytest.raises(CommandError, match="another sweep: keys and recipe changed"):
         sweep_of(text, "train.lr=3e-3,3e-2").run()
+    with RunFolder(tmp_path / "run-sweep"), pytest.raises(CommandError, match="another run uses") as refused:
+        sweep_of(text, RATES).run()
+    assert "another folder: -o FOLDER" in refused.value.fix
     with pytest.raises(CommandError, match="another sweep: budget changed"):
         sweep_of(text, RATES, budget="9runs").run()
 

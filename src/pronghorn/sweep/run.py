@@ -67,7 +67,7 @@ class Sweep:
 
     def run(self) -> dict[str, Any]:
         """The table, as sweep.json has it. Without a winner, every trial diverged."""
-        with RunFolder(self.folder):
+        with RunFolder(self.folder, "-o FOLDER"):
             self.state = self._restored()
             self._before = self.state["seconds"]
             if not self.state["rungs"]:
