@@ -111,6 +111,7 @@ def test_the_winner_is_the_run_that_its_rate_has_alone(lively: Path, tmp_path: P
     assert [event.get("reason") for event in ends] == ["paused", None, "done"]
     assert ends[1]["loss"] == pytest.approx(won["loss"], abs=1e-6)
     assert all(done < total for done, total in shown.amounts)
+    assert len({total for _, total in shown.amounts}) == 1, "no trial ties, so the plan stays"
     assert (tmp_path / "run-sweep" / "sweep.html").read_text().count("trial-0") > 6
 
 

@@ -189,8 +189,11 @@ class Sweep:
         return int(self._done() * self.state["run"]["tokens"])
 
     def _all_tokens(self) -> int:
-        to_come = self.rungs.cost(len(self._alive()), self.state["decided"])
-        return self._trained() + max(1, int(to_come * self.state["run"]["tokens"]))
+        """The same throughout a rung: what was done before it, and all that is planned from its beginning on."""
+        alive, rung = self._alive(), self.state["decided"]
+        judged_now = sum(self._judgement(trial, rung) is not None for trial in alive)
+        runs = self._done() - judged_now * self.rungs.stretch(rung) + self.rungs.cost(len(alive), rung)
+        return max(1, round(runs * float(self.state["run"]["tokens"])))
 
     # ---- files ---------------------------------------------------------------------------------------------------
 
