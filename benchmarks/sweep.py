@@ -84,7 +84,7 @@ def compared(model: str, folder: Path, seed: int, size: dict[str, int], keys: Se
 
     place, trials = trials_of(keys, lambda words: parse_recipe(text, words), None)
     began = time.perf_counter()
-    sweep = Sweep(place, trials, display=Silent(), stages=Stages())
+    sweep = Sweep(place, trials, display=Silent())
     sweep.kept = swept = Counted()
     table = sweep.run()
     wall = time.perf_counter() - began

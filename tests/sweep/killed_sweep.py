@@ -15,7 +15,6 @@ import torch
 
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.report.run_log import RunLog
-from pronghorn.report.stages import Stages
 from pronghorn.sweep import halving, judging, run
 from pronghorn.sweep.grid import trials_of
 
@@ -57,7 +56,7 @@ def main() -> None:
     RunLog.write = around(RunLog.write, lambda log, event: event)  # type: ignore[method-assign]
     text = json.dumps(json.loads(sys.stdin.read()) | {"output": OUTPUT})
     folder, trials = trials_of([WORD], lambda words: parse_recipe(text, words), None)
-    run.Sweep(Path(folder), trials, display=Silent(), stages=Stages()).run()
+    run.Sweep(Path(folder), trials, display=Silent()).run()
 
 
 if __name__ == "__main__":

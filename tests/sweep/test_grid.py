@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.errors import PronghornError
+from pronghorn.errors import CommandError, PronghornError
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.sweep.grid import trials_of, values_of
@@ -59,6 +59,12 @@ def test_what_cannot_be_compared_is_refused(word: str) -> None:
         trials_of([word], load, None)
     assert WRONG[word] in str(refused.value)
     assert "fix:" in str(refused.value)
+
+
+def test_a_folder_is_given_once() -> None:
+    assert trials_of(["output=runs/b"], load, None)[0] == Path("runs/b-sweep")
+    with pytest.raises(CommandError, match="output= beside -o x has no effect"):
+        trials_of(["output=runs/b"], load, Path("x"))
 
 
 def test_what_there_is_to_judge_by_is_needed() -> None:

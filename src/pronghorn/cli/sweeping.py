@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pronghorn.cli.output import STARTING, displaying, say, show
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, HealthStop
 from pronghorn.process import importing, started_as
 from pronghorn.program import command
-from pronghorn.report.stages import Stages
 
 TEXT = "try several values of keys by successive halving, and train the best to its end; the same command resumes"
 
@@ -28,9 +27,8 @@ def options(one: argparse.ArgumentParser) -> None:
 def sweep(arguments: argparse.Namespace, look_for_hub: Callable[[str], None]) -> None:
     if started_as()[1] > 1:
         raise CommandError(what="a sweep runs in one process", fix="start it without torchrun; it uses one GPU")
-    stages = Stages()
-    with displaying(arguments, stages) as display:
-        with stages("imports"), importing():
+    with displaying(arguments) as display:
+        with importing():
             from pronghorn.memory.gpus import local_gpu
             from pronghorn.model.load import pick_device
             from pronghorn.recipe_file import load_recipe
@@ -46,10 +44,19 @@ def sweep(arguments: argparse.Namespace, look_for_hub: Callable[[str], None]) ->
         budget = Budget.of(arguments.budget, price) if arguments.budget else None
         told = (lambda _: None) if arguments.json else lambda text: display.handle({"event": "notice", "text": text})
         name = Path(arguments.recipe).name
-        found = Sweep(folder, trials, display=display, budget=budget, price=price, say=told, stages=stages, name=name).run()
+        found = Sweep(folder, trials, display=display, budget=budget, price=price, say=told, name=name).run()
     say(arguments, found, sweep_table(found))
     if not arguments.json:
-        best = str(folder / found["winner"])
         show(f"page:       {folder / 'sweep.html'}")
-        show(f"run:        {best}, finished")
+    if found["winner"] is None:
+        arguments.json = False  # its one object is the table; the message goes to standard error
+        raise HealthStop(
+            what="every trial diverged",
+            where=str(folder),
+            why=found["trials"][0]["ended"],
+            fix="sweep lower values of train.lr, in another folder (-o)",
+        )
+    if not arguments.json:
+        best, ended = next((row["folder"], row["ended"]) for row in found["trials"] if row["trial"] == found["winner"])
+        show(f"run:        {best}, {ended.partition('; ')[2]}")
         show(f"chat:       {command('chat', best)}")

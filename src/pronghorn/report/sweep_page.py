@@ -39,7 +39,7 @@ def render_sweep(facts: Mapping[str, Any]) -> str:
     lines = "".join(f"<tr>{_line(row)}</tr>" for row in rows)
     shown = f'<h2>Trials</h2><div class="card wide"><table class="stages"><tr>{heads}</tr>{lines}</table></div>'
     note = (
-        '<p class="note">Held-out losses after a short decay, which is thrown away; of the last rung, after all steps. Trials '
+        '<p class="note">Held-out losses after a short decay, which is thrown away; of the last rung, at its end. Trials '
         "of one rung have seen the same rows. Standard errors are over rows.</p>"
     )
     body = [head, _tiles(facts, rows), "<h2>Losses</h2>", draw(_plot(facts, rows)), shown, note]
@@ -60,9 +60,12 @@ def _plot(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Plot:
 def _tiles(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     won = rows[0]
     tokens, spent = _spent(facts)
-    tiles = [
+    best = [
         ("winner", won["trial"], _keys(won)),
-        ("held-out loss", number_format.figure(won["loss"]), f"± {number_format.figure(won['error'])}, after all steps"),
+        ("held-out loss", number_format.figure(won["loss"]), f"± {number_format.figure(won['error'])}, at its end"),
+    ]
+    tiles = [
+        *(best if facts["winner"] else [("winner", "none", "every trial diverged")]),
         ("trials", f"{len(rows)}", f"{len(facts['rungs']['shares'])} rungs"),
         ("tokens", number_format.count(tokens), "read by all trials"),
         ("GPU time", number_format.duration(spent), f"{number_format.duration(facts['seconds'])} with loading"),

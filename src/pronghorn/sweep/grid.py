@@ -51,6 +51,8 @@ def trials_of(words: Sequence[str], load: Callable[[Sequence[str]], Recipe], fol
     for key in swept:
         _require_comparable(key, base)
     _require_judged(base)
+    if folder and any(values_of(word)[0] == "output" for word in words):
+        raise CommandError(what=f"output= beside -o {folder} has no effect", fix="remove one of the two")
     folder = folder or Path(f"{base.output}-sweep")
     combined, trials = list(product(*swept.values())), []
     for number, values in enumerate(combined, start=1):

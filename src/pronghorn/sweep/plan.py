@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 
 from pronghorn.errors import CommandError, counted
+from pronghorn.report import number_format
 from pronghorn.sweep.halving import Rungs, allowed, chosen, most_cuts
 from pronghorn.train.setup.setup import Session
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-LOADING = 0.1  # of a budget that is named as enough: the next start may load longer
+MARGIN = 1.5  # of a budget that is named as enough: the next start may load longer and time slower steps
 # Of a training step: what evaluating as many tokens takes. A LoRA step has two products where this has one.
 FORWARD = 0.5
 
@@ -49,12 +50,12 @@ class Budget:
         return self.amount if self.unit == "s" else math.inf
 
     def enough(self, runs: float, seconds: float) -> str:
-        """A budget of this kind for so much, in words."""
+        """A budget of this kind for so much, in words; of what is timed with a margin, rounded up to two digits."""
         if self.unit == "runs":
             return f"{math.ceil(runs * 100) / 100:g}runs"
-        seconds *= 1 + LOADING
-        amount = seconds / 60 if self.unit == "s" else seconds / 3600 * (self.price or 0.0)
-        return f"{math.ceil(amount * 100) / 100:g}{'min' if self.unit == 's' else 'USD'}"
+        amount = MARGIN * (seconds / 60 if self.unit == "s" else seconds / 3600 * (self.price or 0.0))
+        digit = 10.0 ** (math.floor(math.log10(amount)) - 1)
+        return f"{math.ceil(amount / digit) * digit:g}{'min' if self.unit == 's' else 'USD'}"
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ def planned(trials: int, work: Work, budget: Budget | None, spent: float) -> tup
 
 def _too_little(trials: int, budget: Budget, least: Rungs, seconds: float, why: str = "") -> CommandError:
     cost = least.cost(trials)
-    needed = budget.enough(cost, seconds)
+    measured = "" if budget.unit == "runs" else f", measured here as {number_format.duration(seconds)}"
     return CommandError(
         what=f"--budget {budget.text} is too little for {counted(trials, 'trial')}",
-        why=f"{why}all rungs cost {needed}" + ("" if budget.unit == "runs" else f", {cost:.2f} runs") + "; nothing was trained",
-        fix=f"give --budget {needed} or more, or fewer values",
+        why=f"{why}all rungs cost {cost:.2f} runs{measured}; nothing was trained",
+        fix=f"give --budget {budget.enough(cost, seconds)} or more, or fewer values",
     )
 
 

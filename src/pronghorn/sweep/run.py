@@ -25,6 +25,7 @@ from pronghorn.errors import CommandError, EnvironmentFault, HealthStop
 from pronghorn.recipe import MAY_CHANGE_ON_RESUME, flat
 from pronghorn.report.html import write_text
 from pronghorn.report.run_log import FILE_NAME, as_number, plain, read_log
+from pronghorn.report.run_stats import ending, run_stats
 from pronghorn.report.stages import Stages
 from pronghorn.report.sweep_page import render_sweep
 from pronghorn.small_files import read_small
@@ -42,7 +43,6 @@ from pronghorn.train.setup.setup import Session, look_ahead
 
 STATE, PAGE = "sweep.json", "sweep.html"
 LABEL = "sweep"
-NEVER = 10**9  # steps
 
 
 class Sweep:
@@ -55,20 +55,19 @@ class Sweep:
         budget: Budget | None = None,
         price: float | None = None,
         say: Callable[[str], None] = lambda _: None,
-        stages: Stages | None = None,
         name: str = "sweep",
     ) -> None:
         """`price`: USD an hour. `say`: tells a person. `name`: the recipe's."""
         require_possible(len(trials), budget)
         self.folder, self.trials, self.budget, self.price = folder, trials, budget, price
-        self.display, self.say, self.stages, self.name = display, say, stages or Stages(), name
+        self.display, self.say, self.name = display, say, name
         self.kept = KeptSession()
         self._began, self._before = time.perf_counter(), 0.0
         self._counts_R: Counts | None = None
 
     def run(self) -> dict[str, Any]:
-        """The table, as sweep.json has it."""
-        with RunFolder(self.folder):
+        """The table, as sweep.json has it. Without a winner, every trial diverged."""
+        with RunFolder(self.folder, "-o FOLDER"):
             self.state = self._restored()
             self._before = self.state["seconds"]
             if not self.state["rungs"]:
@@ -83,7 +82,7 @@ class Sweep:
         for group in _sharing(self.trials)[1:]:
             look_ahead(group[0].recipe)  # what this machine or model cannot do is refused now, and not after other trials
         session = self._session(self.trials[0])
-        work = Work.of(session, seconds_of_a_step(session, self.stages))
+        work = Work.of(session, seconds_of_a_step(session, Stages()))
         plan, runs = planned(len(self.trials), work, self.budget, self._spent())
         told_first = told(len(self.trials), plan, work, self.budget, self.price)
         self.state |= {"rungs": asdict(plan), "runs": runs, "run": asdict(work), "told": told_first}
@@ -115,23 +114,22 @@ class Sweep:
             self.say(f"rung {rung + 1} of {len(self.rungs.shares)}: {', '.join(trial.told for trial in self._alive())} go on")
 
     def _judge(self, trial: Trial, rung: int, *, last: bool) -> None:
-        recipe = trial.recipe
-        if not last:  # rungs decide: until the last stretch, no evaluation is needed, and none may end the run
-            recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"every": NEVER, "stop": None})})
-        pause = Pause(self.rungs.shares[rung])
+        # Until the last stretch, only a rule that may end the run before its rung needs evaluations.
+        pause = Pause(self.rungs.shares[rung], evaluates=last or trial.recipe.eval.stop is not None)
+        stages = Stages(time.monotonic())  # a trial's account has its own time, and what trials share is in none
         watch = Watch(self.display, trial.folder, pause, LABEL, self._trained(), self._all_tokens())
         try:
-            train(recipe, display=watch, stages=self.stages, kept=self.kept, pause=pause)
+            reason = train(trial.recipe, display=watch, stages=stages, kept=self.kept, pause=pause).reason
             why = pause.why
         except HealthStop as stopped:
             self.kept.drop()
-            why = f"diverged: {stopped.what}"
+            reason, why = "health", f"diverged: {stopped.what}"
         session = self.kept.session
         if why or session is None:
             step, tokens = _reached(trial.folder)
             found = Judgement(rung, step, tokens, 0.0, why=why)
         else:
-            found = judged(session, rung, decays=not last, stages=self.stages, progress=self.display.progress)
+            found = judged(session, rung, decays=reason == "paused", stages=stages, progress=self.display.progress)
             if found.why:
                 self.kept.drop()
         _write_json(self._file(trial, rung), asdict(found))
@@ -144,7 +142,7 @@ class Sweep:
         return [trial for group in (groups[::-1] if rung % 2 else groups) for trial in group]
 
     def _session(self, trial: Trial) -> Session:
-        return ready(trial.recipe, trial.folder, self.display, self.stages, (), World(), {}, self.kept)
+        return ready(trial.recipe, trial.folder, self.display, Stages(), (), World(), {}, self.kept)
 
     def _held_out_counts(self) -> Counts:
         """Tokens with loss in each held-out row: a session has them, and one is there unless the sweep has just begun again."""
@@ -191,8 +189,11 @@ class Sweep:
         return int(self._done() * self.state["run"]["tokens"])
 
     def _all_tokens(self) -> int:
-        to_come = self.rungs.cost(len(self._alive()), self.state["decided"])
-        return self._trained() + max(1, int(to_come * self.state["run"]["tokens"]))
+        """The same throughout a rung: what was done before it, and all that is planned from its beginning on."""
+        alive, rung = self._alive(), self.state["decided"]
+        judged_now = sum(self._judgement(trial, rung) is not None for trial in alive)
+        runs = self._done() - judged_now * self.rungs.stretch(rung) + self.rungs.cost(len(alive), rung)
+        return max(1, round(runs * float(self.state["run"]["tokens"])))
 
     # ---- files ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +224,10 @@ class Sweep:
             judgements = self._judgements(trial)
             known = [one for one in judgements if not one.why]
             reached, last = judgements[-1:], known[-1:]
-            won = self.state["winner"] == trial.name
+            ended = self.state["ended"].get(str(trial.number), "")
+            if self.state["winner"] == trial.name:
+                run = run_stats(_events(trial.folder))
+                ended = "the winner; " + ending(run.state, run.step, run.planned, run.why)
             rows.append(
                 {
                     "trial": trial.name,
@@ -234,7 +238,7 @@ class Sweep:
                     "loss": last[0].loss if last and last == reached else None,
                     "error": last[0].error if last and last == reached else None,
                     "seconds": _seconds(trial.folder, judgements),
-                    "ended": "the winner" if won else self.state["ended"].get(str(trial.number), ""),
+                    "ended": ended,
                     "rungs": [{"step": one.step, "tokens": one.tokens, "loss": one.loss, "error": one.error} for one in known],
                 }
             )
@@ -244,15 +248,7 @@ class Sweep:
         _write_json(self.folder / STATE, self.table())
 
     def _finished(self) -> dict[str, Any]:
-        alive = self._alive()
-        if not alive:
-            raise HealthStop(
-                what="every trial diverged",
-                where=str(self.folder),
-                why=self.state["ended"]["1"],
-                fix="sweep lower values of train.lr, in another folder (-o)",
-            )
-        self.state["winner"] = alive[0].name
+        self.state["winner"] = next((trial.name for trial in self._alive()), None)
         found: dict[str, Any] = plain(self.table())
         _write_json(self.folder / STATE, found)
         write_text(self.folder / PAGE, render_sweep(found))

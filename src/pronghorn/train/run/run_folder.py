@@ -22,6 +22,7 @@ from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.small_files import read_small
 
 LOCK_NAME = "run.lock"
+ANOTHER = "output=runs/NAME"
 RECIPE_NAME = "recipe.yaml"  # in a folder that `pronghorn fork` made: the recipe that goes on
 # Any of these says that a folder is a run's; --fresh renames nothing else, whatever `output` was set to by mistake.
 _TRACES_OF_A_RUN = (LOCK_NAME, "run.jsonl", "checkpoint-*")
@@ -48,8 +49,9 @@ os.register_at_fork(after_in_child=_close_held_in_child)
 class RunFolder:
     """`with RunFolder("runs/a") as run:` holds the folder; leaving it removes again what nothing was written into."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, another: str = ANOTHER) -> None:
+        """`another`: the words of the command that choose another folder."""
+        self.path, self._another = Path(path), another
         self._process = os.getpid()
         self._lock = -1
         self._made: list[Path] = []  # folders that did not exist before, outermost first
@@ -60,10 +62,10 @@ class RunFolder:
             self._make(real)
             with tempfile.TemporaryFile(dir=real):  # permission bits do not tell a read-only mount; writing does
                 pass
-            self._lock = _lock(self.path)
+            self._lock = _lock(self.path, self._another)
         except OSError as error:
             self._remove_made()
-            raise _cannot_write(self.path, error) from error
+            raise _cannot_write(self.path, error, self._another) from error
         except CommandError:
             self._remove_made()
             raise
@@ -108,14 +110,14 @@ def set_aside(path: str | Path) -> Path | None:
                 "--fresh renames run folders only, and this is not one",
                 where=str(path),
                 why=f"it contains no {LOCK_NAME}, run.jsonl or checkpoint",
-                fix="choose another folder: output=runs/NAME",
+                fix=f"choose another folder: {ANOTHER}",
             )
         if Path.cwd().is_relative_to(real):
             raise CommandError(
                 "--fresh cannot rename the current working directory",
                 where=str(path),
                 why=f"{real} would be renamed while this command runs inside it",
-                fix="choose another folder: output=runs/NAME",
+                fix=f"choose another folder: {ANOTHER}",
             )
         lock = _lock(path)
         try:
@@ -161,7 +163,7 @@ def _resolved(path: Path) -> Path:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path, another: str = ANOTHER) -> int:
     """The descriptor that holds the lock; CommandError when another run holds it."""
     file = path / LOCK_NAME
     patient_until = time.monotonic() + _PATIENCE_S
@@ -173,7 +175,7 @@ def _lock(path: Path) -> int:
             os.close(descriptor)
             holder = _holder(file)
             if _is_alive(holder) or time.monotonic() > patient_until:
-                raise _already_running(path, holder) from None
+                raise _already_running(path, holder, another) from None
             time.sleep(0.02)
             continue
         except OSError as error:
@@ -182,7 +184,7 @@ def _lock(path: Path) -> int:
                 "cannot lock the run's folder",
                 where=str(path),
                 why=f"{error.strerror} (a network disk without flock?)",
-                fix="choose a folder on a local disk: output=/local/runs/NAME",
+                fix=f"choose a folder on a local disk: {another}",
             ) from error
         # The previous holder may have removed or renamed the file between our open and our lock: then we hold nothing.
         with contextlib.suppress(FileNotFoundError):
@@ -227,20 +229,20 @@ def _is_alive(holder: dict[str, Any]) -> bool:
     return True
 
 
-def _already_running(path: Path, holder: dict[str, Any]) -> CommandError:
+def _already_running(path: Path, holder: dict[str, Any], another: str) -> CommandError:
     process = holder.get("pid")
     return CommandError(
         f"another run uses this folder: process {process or 'unknown'} on {holder.get('host', 'this machine')}, started "
         f"{holder.get('started', 'just now')}",
         where=str(path),
         why="two runs in one folder would overwrite each other's checkpoints",
-        fix=f"wait for it, stop it (kill {process or 'PID'}: it saves first), or choose another folder: output=runs/NAME",
+        fix=f"wait for it, stop it (kill {process or 'PID'}: it saves first), or choose another folder: {another}",
     )
 
 
-def _cannot_write(path: Path, error: OSError) -> CommandError | EnvironmentFault:
+def _cannot_write(path: Path, error: OSError, another: str = ANOTHER) -> CommandError | EnvironmentFault:
     if error.errno in _FULL:
         fix = "free some space, then run the same command again"
         return EnvironmentFault.of(error, "no disk space for the run's folder", path, fix)
-    fix = "choose a folder with write permission: output=runs/NAME"
+    fix = f"choose a folder with write permission: {another}"
     return CommandError.of(error, "cannot write to the run's folder", path, fix)

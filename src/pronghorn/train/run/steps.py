@@ -74,6 +74,7 @@ class Pause:
     """Where a run ends before its last step, for a sweep to look at it. The same run goes on from there."""
 
     share: float = 1.0  # of all steps
+    evaluates: bool = True  # by eval.every
     why: str = ""  # set while it runs: it ends after the steps that are under way
 
 
@@ -147,7 +148,7 @@ class Run:
                 self._begin(step_batch)
             begun = self._begun_and_averaged()
             last, pauses = begun == session.total, begun == self._end
-            evaluates = source.held_out is not None and (begun % self._eval_every == 0 or last)
+            evaluates = source.held_out is not None and (last or (self._pause_at.evaluates and begun % self._eval_every == 0))
             saves = self._saves_at(begun)
             if evaluates or pauses or (saves and (self._saver.waits or not self._under_way)):
                 verdict = self._pause(evaluates, pauses)
