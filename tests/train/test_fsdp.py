@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import count_collectives, in_ranks
+from rank_processes import DEADLINE, count_collectives, in_ranks
 from test_ranks import apart
 from test_shards import LOOKS, alive, check_forecast, distance, runs, trained
 from watching import RecipeFor, Silent, losses_of, notices_of
@@ -171,11 +172,19 @@ def test_a_rank_that_is_killed_in_backward_ends_the_others(full: RecipeFor, tmp_
 
 
 @pytest.mark.usefixtures("_no_gpu")
-def test_the_benchmark_gathers_and_reduces_at_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one of its two sharded models; FSDP2 itself copies there."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # `measure` sets them; this puts them back
-    calls = count_collectives(monkeypatch)
-    row = measure("tiny-full", warmup=1, steps=1, blocks=1, shard=True)
-    assert calls["_Gather"] > calls["_ReduceScatter"] > 0
-    assert row["cost_with_collectives"] > -1
+def test_the_benchmark_gathers_and_reduces_at_one_rank(tmp_path: Path) -> None:
+    """In one of its two sharded models; FSDP2 itself copies there. In a process of its own: ranks leave sockets behind."""
+
+    def measured() -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            calls = count_collectives(patched)
+            row = measure("tiny-full", warmup=1, steps=1, blocks=1, shard=True)
+        (tmp_path / "found").write_text(json.dumps([*sorted(calls.items()), row["cost_with_collectives"]]))
+
+    process = multiprocessing.get_context("fork").Process(target=measured)
+    process.start()
+    process.join(DEADLINE)
+    (gather, gathers), (reduce, reductions), cost = json.loads((tmp_path / "found").read_text())
+    assert (gather, reduce) == ("_Gather", "_ReduceScatter")
+    assert gathers > reductions > 0
+    assert cost > -1
