@@ -63,6 +63,7 @@ def test_the_same_run_from_yaml_the_command_line_and_python() -> None:
         ("objective: grpo\nrewards: [{weight: 1}]", "rewards.0: name one metric, one function, or one model"),
         ("objective: grpo\nrewards: [{function: a/b.py}]", "rewards.0.function a/b.py is a file, and Pronghorn runs code"),
         ("objective: grpo\nrewards: [exact_match, exact_match]", "rewards: two are called exact_match"),
+        ("objective: grpo\nrewards: [{function: a}, {function: a}]", "rewards: the function a is there twice"),
         ("objective: grpo\nrewards: [{function: a}, {function: a, name: b}]", "rewards: the function a is there twice"),
         ("objective: grpo\nrewards: [{metric: exact_match, weight: 0}]", "rewards: every weight is 0"),
         ("objective: grpo\nrewards: [multiple_choice]", "rewards.0.metric: invalid value 'multiple_choice'"),

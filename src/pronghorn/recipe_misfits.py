@@ -172,10 +172,10 @@ def _rewards(recipe: Parts) -> list[str]:
         elif (reward.metric == "regex") != (reward.regex is not None):
             fix = "remove regex" if reward.regex else "add the pattern: {metric: regex, regex: ...}"
             problems.append(f"rewards.{i}: the metric `regex`, and no other reward, has a pattern; {fix}")
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        problems.append(f"rewards: two are called {twice}; give each its own name: {{metric: ..., name: ...}}")
     if twice := next((name for name in functions if functions.count(name) > 1), None):
         problems.append(f"rewards: the function {twice} is there twice; add up its weights")
+    elif twice := next((name for name in names if names.count(name) > 1), None):
+        problems.append(f"rewards: two are called {twice}; give each its own name: {{metric: ..., name: ...}}")
     if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
         problems.append("rewards: every weight is 0; set one of them")
     return problems

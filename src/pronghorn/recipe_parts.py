@@ -256,7 +256,7 @@ class Eval(Section):
     generations: NonNegativeInt = 3  # held-out prompts answered and shown at each evaluation
     metrics: Annotated[tuple[Metric, ...], BeforeValidator(one_or_many)] = ()  # metrics of the answers to held-out rows
     samples: PositiveInt = 100  # held-out rows answered for the metrics
-    max_new_tokens: PositiveInt | None = None  # per answer; None: 16 more than the longest expected answer
+    max_new_tokens: PositiveInt | None = None  # per answer; None: 16 more than the longest expected one, or that of rollouts
     system: Name | None = None  # replaces the system message of the rows
     regex: Pattern | None = None  # pattern of the metric `regex`
     best: Name = "loss"  # selects the best checkpoint: loss, or one of the metrics

@@ -66,6 +66,13 @@ def test_metrics_of_answers_go_from_the_base_model_to_the_last_with_the_best_bet
     assert (run.decides, run.best_step) == ("loss", 1)
     start = {"event": "start", "time": 1.0, "session": 1, "recipe": {"eval": {"best": "match"}}}
     assert run_stats([start, measured(1, 0.5), measured(2, 0.9), measured(3, 0.8)], now=5.0).best_step == 2
+    of_rewards = {**base, "metrics": {"reward": 0.5}, "samples": 4}  # a run with eval.metrics has both
+    assert run_stats([of_rewards, base, measured(1, 0.05)], now=5.0).metrics["match"].below_base
+    both = {**measured(1, 0.5), "metrics": {"match": 0.5, "reward": 0.25}}
+    assert {name: one.base for name, one in run_stats([of_rewards, base, both], now=5.0).metrics.items()} == {
+        "match": 0.1,
+        "reward": 0.5,
+    }
     assert run_stats([measured(1, "nan")], now=5.0).metrics["match"].best is None
     assert run_stats(synthetic_events(20)).metrics == {}
 

@@ -19,6 +19,7 @@ from pronghorn.rewards.scoring import Scored
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
+from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
 from pronghorn.train.source.episodes import Episode, Episodes
 from pronghorn.train.source.rollout_groups import Group, figures_of
@@ -197,7 +198,13 @@ def test_an_episode_is_tried_before_the_run(then: str, told: str, asked: Callabl
 @pytest.mark.usefixtures("imported_python")
 def test_the_recipes_rewards_score_what_an_episode_leaves_to_them(asked: Callable[..., Recipe], tmp_path: Path) -> None:
     letters = [{"metric": "regex", "regex": "[a-zA-Z]"}]
-    (step, *_) = run(asked("recipe", rewards=letters, train={"steps": 1}))
+    recipe = asked("recipe", rewards=letters, train={"steps": 1})
+    (step, *_) = run(recipe)
+    with pytest.raises(CommandError, match="learns from episodes, and --episode-file is not given"):
+        train(recipe, display=Silent())
+    request = EvaluationRequest()
+    with pytest.raises(CommandError, match="learns from episodes"):
+        evaluate_run(Path(recipe.output), "last", data=None, report=lambda *_: None, asked=request)
     assert "rewards/episode/mean" not in step
     assert step["rewards/regex/mean"] == step["reward"]
     recipe = asked("recipe", train={"steps": 1}, rollouts={"patience": 1})

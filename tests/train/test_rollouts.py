@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import in_ranks
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
 from transformers import GPT2Config, GPT2LMHeadModel
 from watching import Silent, events_of, losses_of, notices_of, same, saved, stop_at, weights
 
@@ -26,15 +29,18 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.recipe import Recipe
 from pronghorn.report.answers import read_answers
 from pronghorn.report.html import write_html
+from pronghorn.rewards.scoring import Scored
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 from pronghorn.train.dist.launch import require_packs
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH, Policy
 from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
 from pronghorn.train.source import rollout_rows, source_of
+from pronghorn.train.source.left_out import kind_of_fault, left_out_of
 from pronghorn.train.source.rollout_rows import _Filling
-from pronghorn.train.source.rollouts import RolloutSource
+from pronghorn.train.source.rollouts import RolloutSource, _stop_token
 from pronghorn.train.step.step import EagerStep
 from samples import make_lively_model, make_model, write_rows
 
@@ -399,6 +405,40 @@ def test_rewards_that_fail_late_are_the_reason_of_the_stop(rl: RecipeFor, tmp_pa
         train(recipe, display=Silent(), reward_file=reward_file(tmp_path, late))
     assert "ZeroDivisionError" in caught.value.why
     assert "fix the reward" in caught.value.fix
+    told = [text for text in notices_of(recipe.output) if "none of 16 answers has a reward: reward: ZeroDivisionError" in text]
+    assert len(told) == 1, "of each rollout; the run ends with the second"
+
+
+def test_a_run_without_an_update_yet_goes_on(rl: RecipeFor, tmp_path: Path) -> None:
+    """Its checkpoints have no state of the optimizer."""
+    recipe = rl(rewards=[], rollouts={"patience": 9}, train={"steps": 4}, checkpoint={"every": 1})
+    same_for_all = reward_file(tmp_path, "def reward(completions, **columns): return [0.25] * len(completions)")
+    with pytest.raises(Interrupted):
+        train(recipe, display=stop_at(2), reward_file=same_for_all)
+    train(recipe, display=Silent(), reward_file=reward_file(tmp_path))
+    assert [step["grad_norm"] > 0 for step in events_of(recipe.output, "step")] == [False, False, True, True]
+
+
+def test_faults_of_one_kind_are_told_once() -> None:
+    said = "reward: ValueError: could not convert string to float: {} (line {})"
+    kinds = [kind_of_fault(said.format(*some)) for some in (("'it\\'s 4'", 8), ("'no\\n'", 8), ("'4'", 9))]
+    assert kinds[0] == kinds[1] != kinds[2]
+    assert kind_of_fault("reward: took 0.51 s") == kind_of_fault("reward: took 0.6 s")
+    groups: Any = [SimpleNamespace(row=row, scored=[Scored(None, {}, said.format(f"'{row}'", 8))]) for row in range(3)]
+    left = left_out_of(groups, str, World())
+    assert left.reasons == {said.format("'0'", 8): 3}
+    assert left.text(said.format("'0'", 8)).startswith("3 of 3 answers left out of their groups: reward: ValueError")
+
+
+def test_a_stop_text_is_a_token_of_its_own_behind_another() -> None:
+    """Where a tokenizer puts a space before a text."""
+    model = BPE({"\u2581": 0, "a": 1, ".": 2, "b": 3, "\u2581a": 4}, [("\u2581", "a")])
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = Metaspace()
+    tokenizer: Any = SimpleNamespace(backend_tokenizer=backend)
+    assert (_stop_token(tokenizer, "."), _stop_token(tokenizer, "b")) == (2, 3)
+    with pytest.raises(RecipeError, match="is encoded as 3 tokens"):
+        _stop_token(tokenizer, "..")
 
 
 def test_without_a_signal_steps_are_counted_and_the_run_stops(rl: RecipeFor, tmp_path: Path) -> None:

@@ -305,7 +305,8 @@ def train(arguments: argparse.Namespace) -> None:
                 **starting.own_code(arguments),
             )
     if not arguments.json and rank == 0:
-        _show_summary(result.folder, answers=recipe.objective.kind.answers)
+        chats = result.checkpoint is not None and any(result.checkpoint.glob("*chat_template*"))
+        _show_summary(result.folder, answers=recipe.objective.kind.answers, chats=chats)
 
 
 def profile(arguments: argparse.Namespace) -> None:
@@ -322,8 +323,8 @@ def launch(arguments: argparse.Namespace) -> None:
     launching.launch(arguments)
 
 
-def _show_summary(folder: Path, *, answers: bool = True) -> None:
-    """`answers`: whether the model gives some, and not scores."""
+def _show_summary(folder: Path, *, answers: bool = True, chats: bool = True) -> None:
+    """`answers`: whether the model gives some, and not scores. `chats`: whether it has a chat template."""
     from pronghorn.report.gpu_log import GpuLog
     from pronghorn.report.run_log import read_log
     from pronghorn.report.summary import summary
@@ -331,7 +332,7 @@ def _show_summary(folder: Path, *, answers: bool = True) -> None:
     show(summary(read_log(folder), GpuLog.of(folder)))
     print(f"report:     {folder / 'report.html'}")
     if answers:
-        print(f"chat:       {command('chat', str(folder))}")
+        print(f"chat:       {command('chat', str(folder))}" if chats else f"serve:      {command('serve', str(folder))}")
     print(f"export:     {command('export', str(folder), '--to', 'merged')}")
 
 

@@ -180,7 +180,8 @@ def _wrong_choices(question: Question) -> tuple[str, str, str] | None:
 
 
 def _require_best(spec: Eval, own: OwnMetric | None, beside: Sequence[str]) -> None:
-    known = ["loss", *beside, *figures_of(spec.metrics), *(own.names if own else ())]
+    loss = () if "reward" in beside else ("loss",)  # of what the model learns from rewards, it says nothing
+    known = [*loss, *beside, *figures_of(spec.metrics), *(own.names if own else ())]
     if spec.best not in known:
         why = f"available metrics: {', '.join(known)}"
         fix = f"use one of these, or add your own metric: --metric-file FILE (such as {spec.best}.py)"

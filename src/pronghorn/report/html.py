@@ -137,7 +137,8 @@ def _tiles(run: RunStats, answers: Sequence[AnswerRow], steps: Sequence[dict[str
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     tiles = [
         *reward_tiles(run, steps),
-        *score_tiles(answers),
+        # the few greedy answers' reward is not the held-out prompts'
+        *(one for one in score_tiles(answers) if run.reward.last is None or one[0] != "reward"),
         ("evaluation loss", number_format.figure(run.evaluation.best), at_best),
         ("training loss, last", number_format.figure(run.loss.last), first),
         ("steps", f"{run.step:,}", planned),

@@ -123,13 +123,14 @@ def evaluations_section(evals: Sequence[dict[str, Any]], best_step: int | None) 
     if not evals:
         return ""
     names = list(dict.fromkeys(str(name) for e in evals for name in _metrics(e)))
-    head = "".join(f'<th class="n">{escape(name)}</th>' for name in ("step", "loss", "perplexity", *names, "time"))
+    losses = [name for name in ("loss", "perplexity") if any(math.isfinite(as_number(e.get(name))) for e in evals)]
+    head = "".join(f'<th class="n">{escape(name)}</th>' for name in ("step", *losses, *names, "time"))
     rows = []
     for e in evals[-MOST_EVALUATIONS:]:
         best = e.get("step") == best_step
         cells = [
             f"{e.get('step', 0):,}",
-            *(number_format.figure(as_number(e.get(name))) for name in ("loss", "perplexity")),
+            *(number_format.figure(as_number(e.get(name))) for name in losses),
             *(_score(_metrics(e).get(name)) for name in names),
             number_format.duration(as_number(e.get("seconds"))),
         ]

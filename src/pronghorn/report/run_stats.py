@@ -208,11 +208,13 @@ def _has_room(kept: Sequence[dict[str, Any]]) -> bool:
 
 def _metrics(kept: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     measured = [e for e in evals if e.get("metrics")]
-    base: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "base"), {})
+    base: dict[str, Any] = {}  # of rewards and of other answers: an event each
+    for event in kept:
+        base |= (event.get("metrics") or {}) if event["event"] == "base" else {}
     found = {}
     for name in measured[-1]["metrics"] if measured else ():
         values = [(as_number(e["metrics"].get(name)), e.get("step")) for e in measured]
-        of_base = (base.get("metrics") or {}).get(name)
+        of_base = base.get(name)
         known = None if of_base is None else as_number(of_base)
         curve = _curve(values, max, base=known, samples=int(measured[-1].get("samples", 0)))
         if str(name).startswith(NO_BEST):

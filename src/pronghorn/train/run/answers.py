@@ -59,8 +59,10 @@ class RunAnswers:
     ) -> None:
         self._session, self._folder, self._log, self._progress = session, folder, log, progress
         with _random_numbers_kept():
-            beside = session.objective.scores
-            self._held_out = HeldOut.of(session.source.held_out, session.tokenizer, session.recipe.eval, own, beside)
+            beside, spec = session.objective.scores, session.recipe.eval
+            if session.recipe.rollouts is not None:  # rewards of answers that are cut where trained ones are not say nothing
+                spec = spec.model_copy(update={"max_new_tokens": spec.max_new_tokens or session.recipe.answer_tokens})
+            self._held_out = HeldOut.of(session.source.held_out, session.tokenizer, spec, own, beside)
         self._base: Judged | None = None
         self._told = False
 

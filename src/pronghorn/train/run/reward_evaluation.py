@@ -43,6 +43,7 @@ def evaluate_rewards(
         recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"samples": samples})})
     models = reward_models(recipe)
     source = RolloutSource.of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), models=models, **files)
+    source.require_same_kind(trained.cursor)
     if data:
         read = prepare((data,), recipe.data, tokenizer, progress=report, wanted="prompts", answer=recipe.answer_tokens)
         source.hold_out(read.tokens)

@@ -97,6 +97,7 @@ class TrainedRun(Trained):
         manifest = verify_checkpoint(path)
         recipe = _found_again(described(path, manifest["recipe"], manifest["values"]).recipe, run)
         super().__init__(path, recipe, manifest["step"], manifest["values"]["data"])
+        self.cursor = manifest["values"]["cursor"]
         if self.recipe.method != "full":
             require_same_base(self.recipe.model, manifest["values"], self.path.name)
 

@@ -7,6 +7,7 @@ evaluation if all failed, after a few rollouts if no reward applied.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,20 +51,29 @@ class LeftOut:
         return "; ".join([*shown, *[f"and {counted(more, 'more reason')}"] * (more > 0)])
 
 
+def kind_of_fault(why: str) -> str:
+    """A fault without what is of one answer: texts in quotes, and numbers but that of the line."""
+    return re.sub(r"(?<!\(line )\b[-+.\d]+\b", "N", re.sub(r"'.*'|\".*\"", "TEXT", why, flags=re.DOTALL))
+
+
 def left_out_of(groups: Sequence[Group], where_of: Callable[[int], str], world: World) -> LeftOut:
     """`where_of`: file and line of a row. On all ranks."""
     own: dict[str, tuple[int, str]] = {}
+    kinds: dict[str, str] = {}  # the first of each kind stands for it
     for group in groups:
         for scored in group.scored:
             if scored.total is None:
                 why = scored.fault or NONE_APPLIES
+                why = kinds.setdefault(kind_of_fault(why), why)
                 count, first = own.get(why) or (0, where_of(group.row))
                 own[why] = (count + 1, first)
+    kinds.clear()  # all ranks go through the same lines
     (answers,) = world.total(float(sum(len(group.scored) for group in groups)))
     reasons: dict[str, int] = {}
     firsts: dict[str, str] = {}
     for line in world.joined([json.dumps([why, *found]) for why, found in own.items()]):
         why, count, first = json.loads(line)
+        why = kinds.setdefault(kind_of_fault(why), why)
         reasons[why] = reasons.get(why, 0) + count
         firsts.setdefault(why, first)
     ordered = dict(sorted(reasons.items(), key=lambda one: -one[1]))

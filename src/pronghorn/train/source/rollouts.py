@@ -27,7 +27,7 @@ from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import State, StepBatch
 from pronghorn.data.prepare import Prepared, example_of
 from pronghorn.data.read.splitting import read_apart
-from pronghorn.errors import RecipeError
+from pronghorn.errors import CommandError, RecipeError, counted
 from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.generation.server import Server
@@ -49,6 +49,7 @@ from pronghorn.train.source.episodes import EPISODE, Episodes, returned_by
 from pronghorn.train.source.left_out import (
     FEW,
     LeftOut,
+    kind_of_fault,
     left_out_of,
     no_reward_yet,
     no_signal,
@@ -63,18 +64,24 @@ from pronghorn.train.step.step import StageTimer
 
 TRIED, EPISODES_TRIED = 10, 3  # rows that rewards are tried on before the run, and those of an episode, one after the other
 IN_THE_RUN, HELD_OUT = 0, 1  # parts of the keys of answers
+WORD = "a"  # what a stop text stands behind
 MOST_TOLD = 10  # different faults of rewards that are told
 CUT = 0.5  # share of answers cut at max_new_tokens that is worth a notice
 
 
 def _stop_token(tokenizer: Tokenizer, text: str) -> int:
-    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    def ids_of(text: str) -> list[int]:
+        return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    ids, before, after = ids_of(text), ids_of(WORD), ids_of(WORD + text)
+    if len(ids) > 1 and after[:-1] == before:  # some tokenizers put a space before the first token of a text
+        ids = after[-1:]
     if len(ids) != 1:
         raise RecipeError(
             f"{text!r} is encoded as {len(ids)} tokens",
             where="rollouts.stop",
             why="an answer ends at a token",
-            fix='name texts of one token each, such as "\\n"',
+            fix="name texts of one token each: a line break or a full stop in most tokenizers",
         )
     return int(ids[0])
 
@@ -207,6 +214,7 @@ class RolloutSource(Source):
             self.report("loading a reward model", 0, 0)
             model.load()
         state = state or {"rollouts": 0, "update": 0, "idle": 0, "rewarded": False}
+        self.require_same_kind(state)
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
         self._rewarded = bool(state.get("rewarded", True))  # whether an answer of the run ever had a reward
         self._late: tuple[str, ...] = ()  # told with the next rollout
@@ -214,6 +222,17 @@ class RolloutSource(Source):
             what = "the code or a model that rewards come from changed since the checkpoint"
             self._late = (f"{what}: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
+
+    def require_same_kind(self, state: State) -> None:
+        """Refuses to go on with single answers where episodes were played, and the other way round. `state`: a checkpoint's."""
+        now = self._episodes is not None
+        if state.get("episode", now) != now:
+            began, given = ("single answers", "is given") if now else ("episodes", "is not given")
+            raise CommandError(
+                what=f"the run learns from {began}, and --episode-file {given}",
+                why="its rewards would be those of something else",
+                fix="leave it out" if now else "add --episode-file FILE",
+            )
 
     def next(self, model: HFModel) -> StepBatch:
         if self._rolled is None:
@@ -227,7 +246,7 @@ class RolloutSource(Source):
             self._rollouts, self._update, self._rolled = self._rollouts + 1, 0, None
         after: State = {
             "rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewarded": self._rewarded,
-            "rewards": self.scorer.digest,
+            "rewards": self.scorer.digest, "episode": self._episodes is not None,
         }  # fmt: skip
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
@@ -381,8 +400,11 @@ class RolloutSource(Source):
     # ---- what is told --------------------------------------------------------------------------------------------
 
     def _notices(self, left: LeftOut, figures: dict[str, float]) -> tuple[str, ...]:
-        """Each once a process."""
-        found = [(why, left.text(why)) for why in left.reasons][: max(0, MOST_TOLD - len(self._told))]
+        """Each once a process, but a rollout in which no answer has a reward."""
+        found = [(kind_of_fault(why), left.text(why)) for why in left.reasons][: max(0, MOST_TOLD - len(self._told))]
+        if left.all and self._rewarded:
+            self._told |= {kind for kind, _ in found}
+            found = [(f"rollout {self._rollouts}", f"none of {counted(left.answers, 'answer')} has a reward: {left.summary()}")]
         if (share := figures.get("completions/clipped_ratio", 0.0)) > CUT:
             limit = f"rollouts.max_new_tokens: {self.spec.max_new_tokens}"
             found.append(("cut", f"{share:.0%} of the answers were cut at {limit}; raise it, or ask for shorter answers"))

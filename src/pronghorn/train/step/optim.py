@@ -80,6 +80,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
+    """A checkpoint from before the first update (no answer was better than another) has no state, and needs none."""
+    if not any(name.startswith("optimizer/") for name in tensors):
+        zero_state(optimizer)
+        return
     for name, parameter in trainable(model).items():
         state = optimizer.state.get(parameter)  # in place: a CUDA graph has its addresses
         if not state:
@@ -100,6 +104,10 @@ def reset_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """As it was before the first step, with this rate; in place, as above."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] = lr * group["lr_ratio"]
+    zero_state(optimizer)
+
+
+def zero_state(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
