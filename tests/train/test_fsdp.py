@@ -178,13 +178,11 @@ def test_the_benchmark_gathers_and_reduces_at_one_rank(tmp_path: Path) -> None:
     def measured() -> None:
         with pytest.MonkeyPatch.context() as patched:
             calls = count_collectives(patched)
-            row = measure("tiny-full", warmup=1, steps=1, blocks=1, shard=True)
-        (tmp_path / "found").write_text(json.dumps([*sorted(calls.items()), row["cost_with_collectives"]]))
+            measure("tiny-full", warmup=1, steps=1, blocks=1, shard=True)
+        (tmp_path / "found").write_text(json.dumps(calls))
 
     process = multiprocessing.get_context("fork").Process(target=measured)
     process.start()
     process.join(DEADLINE)
-    (gather, gathers), (reduce, reductions), cost = json.loads((tmp_path / "found").read_text())
-    assert (gather, reduce) == ("_Gather", "_ReduceScatter")
-    assert gathers > reductions > 0
-    assert cost > -1
+    calls = json.loads((tmp_path / "found").read_text())
+    assert calls["_Gather"] > calls["_ReduceScatter"] > 0

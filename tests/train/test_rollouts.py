@@ -96,7 +96,7 @@ def reward_file(folder: Path, text: str = ODD) -> Path:
 def test_a_run_learns_what_is_rewarded_and_shows_it(rl: RecipeFor, tmp_path: Path) -> None:
     recipe = rl(
         method="full", rewards=[], rollouts={"answers": 8}, data={"eval": 0.3, "max_length": 40},
-        train={"steps": 24, "lr": 1e-2, "capacity": 512}, eval={"every": 12, "generations": 1},
+        train={"steps": 24, "lr": 1e-2, "capacity": 512}, eval={"every": 12, "generations": 1, "max_new_tokens": None},
     )  # fmt: skip
     facts = check_run(recipe, report=lambda *_: None, reward_file=reward_file(tmp_path))
     assert facts.rewards == ("reward: 0.3333 on average, for their expected answers to 7 prompts",)
@@ -119,9 +119,13 @@ def test_a_run_learns_what_is_rewarded_and_shows_it(rl: RecipeFor, tmp_path: Pat
     assert evals[-1]["generations"][0]["expected"] == "odd"
     (answer,) = read_answers(result.folder)
     assert answer.scores.keys() == answer.base_scores.keys() == {"reward"}
+    assert 3 < len(answer.answer) <= 6  # bytes; as long as trained ones
     page = write_html(result.folder).read_text(encoding="utf-8")
     assert "<h2>Rollouts</h2>" in page
     assert "mean reward of an answer" in page
+    assert "<dt>held-out reward, best</dt>" in page
+    assert "<dt>reward</dt>" not in page  # of the greedy answer
+    assert '<th class="n">loss</th>' not in page
     assert any("cut at rollouts.max_new_tokens: 6" in text for text in notices_of(result.folder))
 
 
@@ -407,6 +411,13 @@ def test_rewards_that_fail_late_are_the_reason_of_the_stop(rl: RecipeFor, tmp_pa
     assert "fix the reward" in caught.value.fix
     told = [text for text in notices_of(recipe.output) if "none of 16 answers has a reward: reward: ZeroDivisionError" in text]
     assert len(told) == 1, "of each rollout; the run ends with the second"
+
+
+def test_what_may_choose_the_best_is_told(rl: RecipeFor, tmp_path: Path) -> None:
+    recipe = rl(data={"eval": 0.3, "max_length": 40}, eval={"best": "letters", "every": 2})
+    with pytest.raises(RecipeError, match=r"eval\.best: letters is not measured") as caught:
+        train(recipe, display=Silent())
+    assert caught.value.why == "available metrics: reward"
 
 
 def test_a_run_without_an_update_yet_goes_on(rl: RecipeFor, tmp_path: Path) -> None:

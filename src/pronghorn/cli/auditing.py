@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from pronghorn.cli.output import STARTING, displaying, say, show
@@ -47,7 +47,7 @@ def audit(arguments: argparse.Namespace, recipe: Recipe) -> None:
     folder, leave_out = arguments.output, _leave_out(arguments, recipe)
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before a scoring pass, whose losses could not be written
-        with NamedTemporaryFile(dir=folder):
+        with TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise _not_written(error, folder) from error

@@ -68,8 +68,8 @@ class TableSource(Source):
         try:
             files = _CachedOnly(recipe.model, spec)
             prepared = prepare(spec.train, spec, files, wanted=wanted, capacity=recipe.train.capacity)
-            told = spec if isinstance(spec.eval, float) else spec.model_copy(update={"eval": None})  # no file is read for it
-            table = apart(prepared, None, told, recipe.train.seed).train
+            alone = spec if isinstance(spec.eval, float) else spec.model_copy(update={"eval": None})  # no file is read for it
+            table = apart(prepared, None, alone, recipe.train.seed).train
         except (_NotPreparedError, PronghornError):
             return Foreseen(_estimated_tokens(recipe), estimated=True)
         lengths = table.lengths.astype("int64")
